@@ -128,7 +128,16 @@ def read_text(path: str | Path, encoding: str = "utf-8") -> str:
         OSError: as :func:`read_bytes`.
         UnicodeDecodeError: the file is in another encoding.
     """
-    return io.StringIO(read_bytes(path).decode(encoding), newline=None).read()
+    return text_of(read_bytes(path), encoding)
+
+
+def text_of(content: bytes, encoding: str = "utf-8") -> str:
+    """Return the text in the content of a file, with every kind of line end as ``\\n``.
+
+    Raises:
+        UnicodeDecodeError: it is in another encoding.
+    """
+    return io.StringIO(content.decode(encoding), newline=None).read()
 
 
 def is_missing(path: str | Path) -> bool:

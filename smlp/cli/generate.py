@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import sys
 import time
 from collections.abc import Sequence
@@ -107,9 +106,10 @@ def run(args: argparse.Namespace) -> int:
     """Write the continuations."""
     check_options(args)
     if args.output not in (None, "-"):
-        from smlp.cli.json_file import check_outputs
+        from smlp.cli.json_file import check_not_read, check_output
 
-        check_outputs(None if args.file == "-" else args.file, output=args.output)
+        check_output("--output", args.output)
+        check_not_read([args.file], output=args.output)
     if args.interactive:
         from smlp.cli.prompt_loop import PromptLoop
 
@@ -229,14 +229,14 @@ def _record(continuation: Continuation, settings: dict[str, Any]) -> dict[str, A
 
 
 def _read_prompts(path: str) -> list[str]:
-    from smlp.files import read_bytes
+    from smlp.files import read_bytes, text_of
 
     try:
         data = sys.stdin.buffer.read() if path == "-" else read_bytes(path)
     except OSError as error:
         raise UserError(f"cannot read prompts from {path}: {error.strerror}") from None
     try:
-        text = io.StringIO(data.decode("utf-8-sig"), newline=None).read()  # every kind of line end
+        text = text_of(data, "utf-8-sig")
         lines = text.removesuffix("\n").split("\n") if text else []
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1

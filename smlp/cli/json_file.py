@@ -87,11 +87,10 @@ def check_output(option: str, path: str) -> None:
                 raise UserError(f"cannot write {option} {path}: nothing reads from this pipe") from None
 
 
-def check_outputs(*inputs: str | None, **paths: str | None) -> None:
-    """Run :func:`check_output` for several options, which must name neither the same file nor one that is read.
+def check_outputs(**paths: str | None) -> None:
+    """Run :func:`check_output` for several options, which must not name the same file.
 
     Args:
-        *inputs: files that the command reads; None for one that is not given.
         **paths: by option, with underscores for dashes; None for one that is not given.
     """
     seen: dict[Path, str] = {}
@@ -103,9 +102,29 @@ def check_outputs(*inputs: str | None, **paths: str | None) -> None:
         other = seen.setdefault(Path(path).resolve(), option)
         if other != option:
             raise UserError(f"{other} and {option} both name {path}: one would be lost")
-        for read in filter(None, inputs):
-            if os.path.exists(path) and os.path.exists(read) and os.path.samefile(path, read):
-                raise UserError(f"{option} {path} is a file that this command reads: name another one")
+
+
+def check_not_read(
+    inputs: Iterable[str | Path | None], what: str = "a file that this command reads", **paths: str | None
+) -> None:
+    """Refuse outputs that are files which the command reads, under any of their names.
+
+    Args:
+        inputs: these files, whether they exist or not; None for one that is not given.
+        what: they are.
+        **paths: as of :func:`check_outputs`.
+
+    Raises:
+        UserError: an output is one of them; the message names it.
+    """
+    held = [Path(path) for path in inputs if path is not None]
+    for name, path in paths.items():
+        if path is not None and any(_is_same_file(Path(path), read) for read in held):
+            raise UserError(f"--{name.replace('_', '-')} {path} is {what}: name another one")
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))
 
 
 def remove_outputs(*paths: str | None) -> None:

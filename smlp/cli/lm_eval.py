@@ -8,7 +8,7 @@ from pathlib import Path
 from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
 from smlp.cli.numbers import whole
 from smlp.cli.options import add_model_options, add_scoring_options, add_team_options, as_team, load_model
-from smlp.cli.zeroshot import check_not_read
+from smlp.cli.zeroshot import check_tasks_kept
 from smlp.errors import UserError
 from smlp.launch.team import Team
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         if folder is not None and not folder.is_dir():
             raise UserError(f"--{option.replace('_', '-')} {folder} is not a folder")
     if args.data_dir is not None:
-        check_not_read(args.data_dir, output=args.output, json=args.json)
+        check_tasks_kept(args.data_dir, output=args.output, json=args.json)
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:

@@ -534,9 +534,11 @@ def _listed(numbers: Sequence[float]) -> str:
 
 def _evaluate(args: argparse.Namespace) -> int:
     _check_images(args, args.in_chans)
-    from smlp.cli.json_file import check_outputs, write_json
+    from data_prep.images import FACTS
+    from smlp.cli.json_file import check_not_read, check_outputs, write_json
 
-    check_outputs(os.path.join(args.data_dir, "dataset.json"), json=args.json)
+    check_outputs(json=args.json)
+    check_not_read([os.path.join(args.data_dir, FACTS)], json=args.json)
     import_timm()
     from smlp.vision.evaluate import evaluate
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
+from smlp.cli.json_file import check_not_read, check_outputs, remove_outputs, write_json, write_json_lines
 from smlp.cli.numbers import whole
 from smlp.cli.options import (
     add_model_options,
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     names = check(args)
     check_outputs(output=args.output, json=args.json)
     _check_not_kept(args)
-    check_not_read(args.data_dir, output=args.output, json=args.json)
+    check_tasks_kept(args.data_dir, output=args.output, json=args.json)
     return as_team(args, lambda team: _evaluate(args, names, team))
 
 
@@ -93,20 +93,10 @@ def _check_not_kept(args: argparse.Namespace) -> None:
         raise UserError(f"--json {args.json} is where the scores of --output are kept: name another one")
 
 
-def check_not_read(data_dir: Path, **paths: str | None) -> None:
-    """Refuse to overwrite the files of the tasks.
-
-    Args:
-        data_dir: folder of the tasks.
-        **paths: file to write, by option; None for an option that is not given.
-
-    Raises:
-        UserError: an output is a file of a task; the message names it.
-    """
-    held = {path.resolve() for reader in READERS.values() for path in reader.files(data_dir)}
-    for option, path in paths.items():
-        if path is not None and Path(path).resolve() in held:
-            raise UserError(f"--{option} {path} is a file of a task in --data-dir: name another one")
+def check_tasks_kept(data_dir: Path, **paths: str | None) -> None:
+    """Run :func:`smlp.cli.json_file.check_not_read` for the files of the tasks in a folder."""
+    files = (path for reader in READERS.values() for path in reader.files(data_dir))
+    check_not_read(files, "a file of a task in --data-dir", **paths)
 
 
 def check(args: argparse.Namespace) -> list[str]:

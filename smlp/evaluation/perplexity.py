@@ -96,7 +96,7 @@ class Perplexity:
 
 def read_lines(path: str | Path) -> list[str]:
     """Return the lines of a UTF-8 text file without their ends, which may be of any kind, as ``fairseq-preprocess``
-    reads it.
+    reads them, and without a byte-order mark.
 
     Raises:
         UserError: it cannot be read.

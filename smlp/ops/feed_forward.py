@@ -47,7 +47,7 @@ def expert_feed_forward(
     if isinstance(counts, Tensor):
         return torch.ops.smlp.expert_feed_forward(x_AH, counts, *(norm or (None, None)), *weights, activation)[0]
     if allowed(x_AH, *(norm or ()), *weights):
-        return FusedExperts.apply(x_AH, *(norm or (None, None)), *weights, counts, activation)
+        return FusedExperts.apply(counts, x_AH, *(norm or (None, None)), *weights, activation)
     act, outputs = ACTIVATION_FUNCTIONS[activation], []
     for expert, x_nH in enumerate(x_AH.split(list(counts))):
         if norm is not None:
@@ -59,25 +59,14 @@ def expert_feed_forward(
 
 
 class FusedExperts(torch.autograd.Function):
-    """``w2 @ act(w1 @ LN(x) + b1) + b2``; shapes are those of :func:`smlp.ops.expert_feed_forward`."""
+    """``w2 @ act(w1 @ LN(x) + b1) + b2``: counts, then the inputs of :func:`_outputs`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_AH: Tensor,
-        gain_eH: Tensor | None,
-        offset_eH: Tensor | None,
-        w1_eFH: Tensor,
-        b1_eF: Tensor,
-        w2_eHF: Tensor,
-        b2_eH: Tensor,
-        counts: Sequence[int],
-        activation: str,
-    ) -> Tensor:
+    def forward(ctx: Any, counts: Sequence[int], *inputs: Any) -> Tensor:
+        x_AH, gain_eH, offset_eH, w1_eFH, _, w2_eHF, _, ctx.activation = inputs
         ctx.runs = list(runs(counts, x_AH, w1_eFH.size(1)))
-        out_AH, hidden = _outputs(ctx.runs, x_AH, gain_eH, offset_eH, w1_eFH, b1_eF, w2_eHF, b2_eH, activation)
+        out_AH, hidden = _outputs(ctx.runs, *inputs)
         ctx.save_for_backward(x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, *hidden)
-        ctx.activation = activation
         return out_AH
 
     @staticmethod
@@ -85,7 +74,7 @@ class FusedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_AH: Tensor) -> tuple[Tensor | None, ...]:
         x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF, *hidden = ctx.saved_tensors
         saved = (x_AH, gain_eH, offset_eH, w1_eFH, w2_eHF)
-        return (*_gradients(ctx.runs, grad_AH, *saved, hidden, ctx.activation), None, None)
+        return (None, *_gradients(ctx.runs, grad_AH, *saved, hidden, ctx.activation), None)
 
 
 def _outputs(
