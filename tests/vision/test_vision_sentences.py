@@ -11,12 +11,14 @@ import zipfile
 import pytest
 import torch
 from PIL import Image
+from running import REPOSITORY
 
 from data_prep.images import fetch
 from smlp.cli.main import main
 
 SMALL = ["--img-size", "8", "--in-chans", "1", "--mean", "0.3", "--std", "0.4", "-j", "0", "-b", "8", "--epochs", "1"]
 VIT = "vit_tiny_patch16_224"
+EXAMPLES = REPOSITORY / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +222,23 @@ def test_a_loss_that_is_no_number(digits, capsys, tmp_path):
     assert "lower --lr or set --clip-grad" in line
 
 
-def test_without_timm(monkeypatch, capsys, digits):
+def test_without_the_extra(monkeypatch, capsys, digits, trained, tmp_path):
+    """Every command but ``table`` says so; ``data`` says it before it downloads."""
     monkeypatch.setitem(sys.modules, "timm", None)
     assert "images need timm: pip install" in train(capsys, digits)
+    comparison = tmp_path / "digits.yaml"
+    comparison.write_text((EXAMPLES / "vision" / "digits.yaml").read_text())
+    for words in (
+        ("evaluate", trained, "--data-dir", digits),
+        ("compare", comparison, "--out", tmp_path / "compared"),
+        ("plot", trained, "--out", tmp_path / "pictures"),
+    ):
+        assert "images need timm: pip install" in sentence(capsys, *words)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    url = ("--url", "http://127.0.0.1:1/nothing")
+    assert "images need Pillow (" in sentence(capsys, "data", "cifar10", "--out", tmp_path / "data", *url)
+    assert not (tmp_path / "data.partial").exists()
+    assert main(["vision", "table"]) == 0
 
 
 def test_a_torchvision_that_does_not_fit(monkeypatch, capsys, digits):

@@ -4,6 +4,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -96,9 +97,12 @@ def test_a_resumed_run_continues_bit_for_bit(digits, two_epochs, tmp_path):
     assert argparse.Namespace in torch.serialization.get_safe_globals(), "fairseq's checkpoints need it too"
 
 
-def test_a_run_resumes_in_its_own_folder(digits, tmp_path):
-    options = [*RECIPE[2:], "-b", "128"]
+def test_a_run_resumes_in_its_own_folder(digits, tmp_path, capsys):
+    options = [*RECIPE[2:], "-b", "64", "--log-interval", "1"]
     assert train(digits, *options, "--output", tmp_path, "--experiment", "run") == 0
+    first, second = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch 1 [")]
+    progress = r"epoch 1 \[{}/2\] loss [\d.]+, learning rate [\d.e-]+, [\d,]+ images/s, {} s left"
+    assert re.fullmatch(progress.format(1, r"[\d,]+"), first) and re.fullmatch(progress.format(2, 0), second)
     assert train(digits, *options, "--epochs", "3", "--resume", tmp_path / "run" / "last.pth.tar") == 0
     assert [row["epoch"] for row in rows(tmp_path / "run")] == ["0", "1", "2"]
 
@@ -220,32 +224,15 @@ def test_weights_of_timms_models_are_evaluated_in_ours(digits, tmp_path, kind):
     assert report["loss"] == pytest.approx(loss.item(), rel=1e-4)
 
 
-def test_two_ranks_train_together_and_evaluate_every_image_once(digits, tmp_path):
-    """Through torchrun's variables and gloo, with an odd number of images, so that timm's sampler repeats one."""
-    digits = shutil.copytree(digits, tmp_path / "digits")
-    next((digits / "validation" / "3").iterdir()).unlink()
-    options = [
-        *(
-            "vision",
-            "train",
-            "--data-dir",
-            digits,
-            "--model",
-            "smlp_mixer_tiny",
-            *TINY,
-            *SIZES,
-            "--no-aug",
-            "--epochs",
-            "1",
-        ),
-        *("--warmup-epochs", "0", "-b", "16", "-vb", "13", "--nproc", "2", "--output", str(tmp_path)),
-        *("--experiment", "two", "--device", "cpu"),
-    ]
+def on_two_ranks(digits, out, *options):
+    """Train through torchrun's variables and gloo."""
+    command = ["vision", "train", "--data-dir", digits, "--model", "smlp_mixer_tiny", *TINY, *SIZES, *options]
+    command += ["--nproc", "2", "--device", "cpu", "--output", out]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [sys.executable, "-m", "smlp", *options],
+        [sys.executable, "-m", "smlp", *map(str, command)],
         env=environment,
-        cwd=tmp_path,
+        cwd=out,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -257,7 +244,39 @@ def test_two_ranks_train_together_and_evaluate_every_image_once(digits, tmp_path
             os.killpg(process.pid, signal.SIGKILL)
             raise
     assert process.returncode == 0, output
+
+
+def test_two_ranks_evaluate_every_image_once_and_resume(digits, tmp_path):
+    """With an odd number of images, so that timm's sampler repeats one."""
+    digits = shutil.copytree(digits, tmp_path / "digits")
+    next((digits / "validation" / "3").iterdir()).unlink()
+    options = [*RECIPE, "-b", "16", "-vb", "13"]
+    on_two_ranks(digits, tmp_path, *options, "--experiment", "two")
     report = evaluated(tmp_path / "two" / "last.pth.tar", digits, "-b", "7")
     last = rows(tmp_path / "two")[-1]
     assert report["top1"] == float(last["eval_top1"]) and report["images"] == 159
     assert report["loss"] == pytest.approx(float(last["eval_loss"]), rel=1e-5)
+    first = tmp_path / "two" / "checkpoint-0.pth.tar"
+    on_two_ranks(digits, tmp_path, *options, "--experiment", "resumed", "--resume", first)
+    whole, resumed = (read_checkpoint(str(tmp_path / run / "last.pth.tar")) for run in ("two", "resumed"))
+    for name in ("epoch", "state_dict", "state_dict_ema", "optimizer", "metric"):
+        assert same(whole[name], resumed[name]), name
+
+
+def test_two_ranks_make_the_updates_of_one(digits, tmp_path):
+    """All 160 images are one batch on one rank, and two halves on two."""
+    options = ["--no-aug", "--epochs", "2", "--warmup-epochs", "0", "--opt", "sgd", "--lr", "0.1", "--clip-grad", "0.05"]
+    assert train(digits, *options, "-b", "160", "--output", tmp_path, "--experiment", "one") == 0
+    on_two_ranks(digits, tmp_path, *options, "-b", "80", "--experiment", "two")
+    one, two = (read_checkpoint(str(tmp_path / run / "last.pth.tar"))["state_dict"] for run in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["original", "rand-m15-n2"])
+def test_the_papers_augmentation_of_colour_images(digits, policy, tmp_path):
+    """AutoAugment (gMLP) and RandAugment (Mixer), as the recipes for ImageNet have them."""
+    options = ["--in-chans", "3", "--aa", policy, "--epochs", "1", "--warmup-epochs", "0", "-b", "80"]
+    assert train(digits, *options, "--output", tmp_path, "--experiment", "augmented") == 0
+    (row,) = rows(tmp_path / "augmented")
+    assert 0 < float(row["train_loss"]) < 10
