@@ -239,7 +239,7 @@ def on_two_ranks(digits, out, *options):
         start_new_session=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=100)
+            output, _ = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
