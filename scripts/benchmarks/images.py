@@ -16,12 +16,17 @@ from smlp.vision.weights import from_timm
 
 SECTION = "Images, forward and backward"
 IMAGES = 8
+#: compiling all blocks would take minutes
+COMPILED_BLOCKS = 2
 #: our model, timm's, and the target
 MODELS = [("smlp_mixer_b16", "mixer_b16_224", 1.1), ("smlp_gmlp_s16", "gmlp_s16_224", 1.1)]
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Compare Mixer-B/16 and gMLP-S with timm's, with exact GELU and no stochastic depth, as timm has them."""
+    """Compare Mixer-B/16 and gMLP-S with timm's, with exact GELU and no stochastic depth, as timm has them.
+
+    Both are measured without and with ``torch.compile``.
+    """
     timm = peers.timm()
     if timm is None:
         return
@@ -42,6 +47,16 @@ def rows(settings: Settings) -> Iterator[Row]:
         seconds = interleaved(steps, 3 if settings.quick else min(settings.repeats, 7), settings.device)
         what = f"{name}, {images} images of {size} x {size}"
         yield compared(SECTION, what, seconds["ours"], f"timm's {peer}", seconds["theirs"], target)
+        if settings.quick:
+            continue
+        for model in models.values():
+            model.blocks = model.blocks[:COMPILED_BLOCKS]
+            model.compile(backend="inductor" if settings.scale == 1 else "eager")
+        seconds = interleaved(steps, min(settings.repeats, 7), settings.device)
+        what = f"{name}, {COMPILED_BLOCKS} blocks, compiled, {images} images"
+        yield compared(
+            SECTION, what, seconds["ours"], f"timm's {peer}, compiled", seconds["theirs"], 0.95
+        )  # equal, but for noise
 
 
 def _passes(model: nn.Module, x_BcII: Tensor) -> Callable[[], None]:
