@@ -48,7 +48,7 @@ from smlp.launch.local import this_program
 from smlp.launch.machine import num_cores
 from smlp.launch.stop_signals import EXIT_STOPPED
 from smlp.vision.checkpoints import create_model
-from smlp.vision.train import LAST, SUMMARY
+from smlp.vision.setup import LAST, SUMMARY
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

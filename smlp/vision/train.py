@@ -11,33 +11,22 @@ import math
 import time
 from argparse import Namespace
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import timm.utils
 import torch
 import torch.distributed as dist
-import yaml
-from timm.data import resolve_data_config
-from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.models import load_state_dict, resume_checkpoint, safe_model_name
-from timm.optim import create_optimizer_v2, optimizer_kwargs
-from timm.scheduler import create_scheduler_v2
-from timm.scheduler.scheduler_factory import scheduler_kwargs
-from timm.utils import AverageMeter, CheckpointSaver, ModelEmaV3, NativeScaler, update_summary
+from timm.utils import AverageMeter, update_summary
 from timm.utils.clip_grad import dispatch_clip_grad
-from timm.utils.summary import trim_summary
-from torch import nn
 
 from smlp.errors import NaNError, UserError
 from smlp.files import locked
 from smlp.launch.team import Team
-from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint, safe_classes_kept
-from smlp.vision.data import class_names, evaluation_loader, open_split, said_by_timm, training_loader
-from smlp.vision.evaluate import precision_of, validate
+from smlp.vision.checkpoints import safe_classes_kept
+from smlp.vision.evaluate import validate
+from smlp.vision.setup import SUMMARY, Training, run_folder
 
-SUMMARY, LAST = "summary.csv", "last.pth.tar"
 _UNFINISHED = "tmp.pth.tar"  # timm's name of a checkpoint that is being written
 
 
@@ -57,104 +46,17 @@ def train(args: Namespace) -> dict[str, float]:
     args.device = str(Team().device(args.device))
     device = timm.utils.init_distributed_device(args)  # sets args.rank, world_size, distributed
     try:
-        folder = _folder(args)
+        folder = run_folder(args)
         held = locked(folder, "smlp vision train", "--output") if args.rank == 0 else nullcontext()
         with held, safe_classes_kept():
-            return _Run(args, device, folder).all_epochs()
+            return _Loop(args, device, folder).all_epochs()
     finally:
         if args.distributed:
             dist.destroy_process_group()
 
 
-def _folder(args: Namespace) -> Path:
-    """Return the folder of the run; a resumed run continues where its checkpoint lies, unless told otherwise."""
-    if args.resume and args.experiment is None and args.output is None:
-        return Path(args.resume).parent
-    name = args.experiment or f"{safe_model_name(args.model)}-{args.img_size or 'default'}-{args.seed}"
-    folder = Path(args.output or "output/train") / name
-    last = folder / LAST
-    if args.rank == 0 and last.exists() and not (args.resume and last.samefile(args.resume)):
-        raise UserError(f"{folder} holds a run already: continue it with --resume {last}, or name another --experiment")
-    return folder
-
-
-class _Run:
-    """The objects of a training, made in timm's order: model, data, optimizer, resume, average, ranks, schedule."""
-
-    def __init__(self, args: Namespace, device: torch.device, folder: Path) -> None:
-        self.args, self.device, self.folder = args, device, folder
-        channels = 3 if args.in_chans is None else args.in_chans
-        images = open_split(args.data_dir, args.train_split, None, channels)
-        args.classes = class_names(images)
-        held_out = open_split(args.data_dir, args.val_split, args.classes, channels)
-        args.num_classes = args.num_classes or len(args.classes)
-        if len(args.classes) > args.num_classes:
-            raise UserError(f"--num-classes {args.num_classes}: {images.reader.root} has {len(args.classes)} classes")
-        checkpoint = read_checkpoint(args.resume) if args.resume else None
-        initial = read_checkpoint(args.initial_checkpoint) if args.initial_checkpoint else None
-        if initial is not None and args.change_resolution:
-            initial = at_resolution(initial, args)
-        timm.utils.random_seed(args.seed)
-        self.model = create_model(args).to(device)
-        if args.grad_checkpointing:
-            self.model.set_grad_checkpointing(enable=True)
-        if checkpoint is not None:
-            load_weights(self.model, checkpoint, args.resume, args, use_ema=False)
-        elif initial is not None:
-            load_weights(self.model, initial, args.initial_checkpoint, args, new_head=True)
-        config = resolve_data_config(vars(args), model=self.model)
-        with said_by_timm("--aa, --mixup, --train-interpolation or --interpolation"):
-            self.batches = training_loader(images, args, config, device)
-            self.held_out = evaluation_loader(held_out, args, config, device)
-        self.mixes = args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None
-        self.criterion = SoftTargetCrossEntropy() if self.mixes else LabelSmoothingCrossEntropy(args.smoothing)
-        with said_by_timm(f"--opt {args.opt!r} and its options"):
-            self.optimizer = create_optimizer_v2(self.model, **optimizer_kwargs(cfg=args))
-        self.precision = precision_of(args, device)
-        self.scaler = NativeScaler(device.type) if args.amp and args.amp_dtype == "float16" else None
-        self.first_epoch = 0
-        if checkpoint is not None:
-            if "optimizer" not in checkpoint:
-                raise UserError(f"--resume {args.resume} holds weights alone: start from it with --initial-checkpoint")
-            epoch = resume_checkpoint(self.model, args.resume, self.optimizer, self.scaler, log_info=False)
-            self.first_epoch = int(epoch or 0)
-        self.average = None
-        if args.model_ema:
-            self.average = ModelEmaV3(self.model, decay=args.model_ema_decay, use_warmup=args.model_ema_warmup)
-            if checkpoint is not None and "state_dict_ema" in checkpoint:
-                self.average.module.load_state_dict(load_state_dict(args.resume))
-        if args.grad_accum_steps > len(self.batches):
-            raise UserError(
-                f"--grad-accum-steps {args.grad_accum_steps} is more than the {len(self.batches)} batches of an epoch"
-            )
-        self.updates_per_epoch = math.ceil(len(self.batches) / args.grad_accum_steps)
-        settings = {**scheduler_kwargs(args), "updates_per_epoch": self.updates_per_epoch}
-        self.schedule, self.num_epochs = create_scheduler_v2(self.optimizer, **settings)
-        self._set_rate(self.first_epoch, self.first_epoch * self.updates_per_epoch)
-        self.saver = self._saver() if args.rank == 0 else None
-        self.network: nn.Module = (
-            torch.compile(self.model, backend=args.torchcompile) if args.torchcompile else self.model
-        )
-        if args.distributed:
-            devices = [device] if device.type == "cuda" else None
-            self.network = nn.parallel.DistributedDataParallel(self.network, device_ids=devices)
-
-    def _saver(self) -> CheckpointSaver:
-        args = self.args
-        (self.folder / "args.yaml").write_text(yaml.safe_dump(vars(args), default_flow_style=False), encoding="utf-8")
-        saver = CheckpointSaver(
-            self.model,
-            self.optimizer,
-            args=args,
-            model_ema=self.average,
-            amp_scaler=self.scaler,
-            checkpoint_dir=str(self.folder),
-            max_history=args.checkpoint_hist,
-        )
-        if args.resume:
-            saver.load_state_dict_from_checkpoint(args.resume)
-        trim_summary(str(self.folder / SUMMARY), self.first_epoch)
-        return saver
+class _Loop(Training):
+    """The loop over epochs and batches."""
 
     def all_epochs(self) -> dict[str, float]:
         """Train and evaluate epoch by epoch; save after each."""
@@ -171,7 +73,7 @@ class _Run:
             trained = self._one_epoch(epoch)
             rate = self.optimizer.param_groups[0]["lr"]
             evaluated = self._evaluate()
-            self._set_rate(epoch + 1, (epoch + 1) * self.updates_per_epoch)
+            self.set_rate(epoch + 1, (epoch + 1) * self.updates_per_epoch)
             self._say(
                 f"epoch {epoch}: training loss {trained['loss']:.4f}; validation loss {evaluated['loss']:.4f}, top-1 "
                 f"{evaluated['top1']:.2f} %, top-5 {evaluated['top5']:.2f} %; "
@@ -209,7 +111,7 @@ class _Run:
                 self.optimizer.zero_grad()
                 if self.average is not None:
                     self.average.update(self.model, step=update)
-                self._set_rate(None, update)
+                self.set_rate(None, update)
             if is_last or (number + 1) % args.log_interval == 0:
                 losses.update(self._checked(recent.avg, epoch, number), recent.count)
                 recent.reset()
@@ -259,13 +161,6 @@ class _Run:
                 f"{self.folder}: the checkpoint of epoch {epoch} cannot be written (is the disk full?); those of "
                 "earlier epochs are whole"
             ) from error
-
-    def _set_rate(self, epoch: int | None, update: int) -> None:
-        """Set the learning rate of the next update; schedules of timm go by epochs or by updates."""
-        if self.args.sched_on_updates:
-            self.schedule.step_update(update)
-        elif epoch is not None:
-            self.schedule.step(epoch)
 
     def _checked(self, loss: Any, epoch: int, number: int) -> float:
         if not math.isfinite(value := float(loss)):

@@ -56,7 +56,7 @@ from smlp.vision.compare import (
 )
 from smlp.vision.model import ImageModel
 from smlp.vision.presets import ImageConfig
-from smlp.vision.train import LAST
+from smlp.vision.setup import LAST
 from smlp.wide_sparse.counts import layer_connections
 from smlp.wide_sparse.features import branches, compare_checkpoints
 

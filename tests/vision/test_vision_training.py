@@ -265,7 +265,19 @@ def test_two_ranks_evaluate_every_image_once_and_resume(digits, tmp_path):
 
 def test_two_ranks_make_the_updates_of_one(digits, tmp_path):
     """All 160 images are one batch on one rank, and two halves on two."""
-    options = ["--no-aug", "--epochs", "2", "--warmup-epochs", "0", "--opt", "sgd", "--lr", "0.1", "--clip-grad", "0.05"]
+    options = [
+        "--no-aug",
+        "--epochs",
+        "2",
+        "--warmup-epochs",
+        "0",
+        "--opt",
+        "sgd",
+        "--lr",
+        "0.1",
+        "--clip-grad",
+        "0.05",
+    ]
     assert train(digits, *options, "-b", "160", "--output", tmp_path, "--experiment", "one") == 0
     on_two_ranks(digits, tmp_path, *options, "-b", "80", "--experiment", "two")
     one, two = (read_checkpoint(str(tmp_path / run / "last.pth.tar"))["state_dict"] for run in ("one", "two"))
