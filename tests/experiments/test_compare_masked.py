@@ -62,6 +62,7 @@ def test_the_page_is_about_masked_tokens(made):
     results = read_results(made())
     page = document(results, tables(results.folder), {})
     assert "Perplexity per masked token, lowest first: aMLP 4.06, gMLP 8.11, BERT 16.22" in page
+    assert "The paper's numbers are from Liu et al., 2021 (arXiv:2105.08050), Table 3, and" in page
     assert "## Table 3 of the gMLP paper" in page and "## The paper's figures" not in page
 
 

@@ -15,6 +15,8 @@ from smlp.experiments.report.results import Model, Results
 from smlp.experiments.report.table import Cell, Column, Table, amount, label
 
 SOURCE = "Yu et al., 2022 (arXiv:2203.06850)"
+#: of the tables of masked language models
+GMLP_SOURCE = "Liu et al., 2021 (arXiv:2105.08050)"
 NAMES = {
     "dense_lm": "Transformer",
     "gmlp_lm": "gMLP",
