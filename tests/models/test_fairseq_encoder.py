@@ -11,6 +11,7 @@ import smlp
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.evaluation.masked import masked_nll
 from smlp.inference.masked import MaskedLanguageModel
+from smlp.models.encoder import CoreEncoder, MLPEncoder
 
 pytestmark = pytest.mark.long
 
@@ -128,6 +129,21 @@ def test_two_ranks_train_as_one(trained, arch):
     assert results[f"{arch}-2"].rc == 0, results[f"{arch}-2"]
     one, two = (weights(folder / f"{arch}-{ranks}") for ranks in (1, 2))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [24, 12])
+@pytest.mark.parametrize("arch", ["amlp_mlm_tiny", "bert_mlm_tiny", "mixer_mlm_tiny", "bert_mlm_rel_tiny"])
+def test_the_log_says_that_a_longer_context_is_cut(caplog, arch, max_tokens):
+    """BERT with T5's biases has no weights over positions, and equal contexts nothing to cut."""
+    sizes = {"vocab_size": 20, "embed_dim": 8, "ffn_dim": 8, "num_dense_layers": 1}
+    long, short = (MLPEncoder(CoreEncoder(None, smlp.build(arch, max_tokens=T, **sizes))) for T in (24, max_tokens))
+    with caplog.at_level("INFO", logger="smlp.models.encoder"):
+        short.load_state_dict(long.state_dict())
+    said = (
+        "the checkpoint's context is cut to this run's 12 tokens: Toeplitz weights keep their central 23 numbers, all "
+        "other weights over positions those of the first 12"
+    )
+    assert caplog.messages == [said] * (max_tokens == 12 and arch != "bert_mlm_rel_tiny")
 
 
 def test_held_out_text_is_masked_alike_with_every_seed(trained):
