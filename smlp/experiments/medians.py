@@ -16,7 +16,7 @@ from typing import Any
 from smlp.experiments.finetuning import METRICS, Finetuning, scores_of
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.json_files import write_json
-from smlp.experiments.report.paper import GMLP_TABLE_4, GMLP_TABLE_6
+from smlp.experiments.report.paper import DEVLIN_IN_TABLE_6, GMLP_TABLE_4, GMLP_TABLE_6
 from smlp.experiments.tuning import at_edge
 from smlp.files import write_whole
 
@@ -79,11 +79,15 @@ def results_of(plan: Finetuning, folder: Folder) -> dict[str, Any]:
 
 
 def _paper(plan: Finetuning) -> dict[str, Any] | None:
-    """Return the paper's numbers for this architecture and task, by split, with their table; None if it has none."""
+    """Return the paper's numbers for this architecture and task, by split, with their table; None if it has none.
+
+    ``devlin`` has those of BERT's own authors, which the paper's table repeats; it is empty for other architectures.
+    """
+    arch, task, subsets = plan.encoder.arch, plan.data.task, plan.data.subsets
     for name, table in (("Table 4", GMLP_TABLE_4), ("Table 6", GMLP_TABLE_6)):
-        row = table.get(plan.encoder.arch, {})
-        if plan.data.task in row and not plan.encoder.overrides:
-            return {"table": name, "scores": dict(zip(plan.data.subsets, row[plan.data.task], strict=False))}
+        if task in table.get(arch, {}) and not plan.encoder.overrides:
+            rows = {"scores": table[arch], "devlin": DEVLIN_IN_TABLE_6.get(arch, {task: ()})}
+            return {"table": name} | {key: dict(zip(subsets, row[task], strict=False)) for key, row in rows.items()}
     return None
 
 
@@ -105,9 +109,10 @@ def page(results: dict[str, Any]) -> str:
             cells.append(f"{_shown(point['medians'][subset][name])}: {values}" if done else "–")
         is_best = best is not None and (point["lr"], point["batch_size"]) == (best["lr"], best["batch_size"])
         rows.append([f"**{cell}**" if is_best else cell for cell in cells])
-    if paper is not None:
-        printed = [paper["scores"].get(subset, "–") if name == data["metric"] else "–" for subset, name in columns]
-        rows.append([f"gMLP paper, {paper['table']}", "–", "–", *map(str, printed)])
+    for key, whose in (("scores", "gMLP paper"), ("devlin", "Devlin et al., in the gMLP paper")):
+        if paper is not None and paper[key]:
+            printed = [paper[key].get(subset, "–") if name == data["metric"] else "–" for subset, name in columns]
+            rows.append([f"{whose}, {paper['table']}", "–", "–", *map(str, printed)])
     notes = ["\n".join(f"| {' | '.join(row)} |" for row in rows)]
     if medians:
         confidences = sorted({f"{median['confidence']:.2%}" for median in medians if median["confidence"]})
@@ -128,6 +133,11 @@ def page(results: dict[str, Any]) -> str:
             else "for which the paper gives no number of runs"
         )
         notes.append(f"The paper's scores are those of Liu et al., 2021, {of}.")
+        if paper["devlin"]:
+            notes[-1] += (
+                " Those of Devlin et al., 2018, which its table repeats, are of another training of BERT; it gives no "
+                "number of runs for them."
+            )
     missing = [
         f"- lr {point['lr']}, batch size {point['batch_size']}, seed {seed}: {run['message'] or run['state']}"
         for point in results["points"]

@@ -121,12 +121,25 @@ def _experiment(path: Path, settings: dict[str, Any]) -> Experiment:
         raise UserError(f"{path}: there is nothing to compare: name models, or families under match")
     if experiment.log_interval > updates:
         raise top.error("log_interval", f"is {experiment.log_interval}, more than the {updates} updates of a run")
+    _check_tasks(experiment)
     _check_numbers(experiment)
     _check_warmup(experiment)
     _check_rates(experiment)
     top.take("tune")
     top.end()
     return experiment
+
+
+def _check_tasks(experiment: Experiment) -> None:
+    """Refuse masked language models beside models that predict next tokens."""
+    encoders = [entry.name for entry in experiment.models if entry.is_encoder]
+    others = [entry.name for entry in experiment.models if not entry.is_encoder]
+    others += ["match"] if experiment.matching else []
+    if encoders and others:
+        raise UserError(
+            f"{experiment.path}: {encoders[0]} is a masked language model and {others[0]} predicts next tokens: their "
+            "losses are of different tasks and cannot be compared"
+        )
 
 
 def _check_numbers(experiment: Experiment) -> None:
@@ -237,13 +250,6 @@ def _models(top: Section) -> tuple[ModelEntry, ...]:
                 raise own.error(setting, f"has no value; leave it out for that of {arch}")
         entries.append(ModelEntry(name, arch, overrides, recipe))
     check_names(top.path, entries)
-    encoders = [entry for entry in entries if entry.is_encoder]
-    if encoders and ("match" in top or len(encoders) < len(entries)):
-        other = next((entry.name for entry in entries if not entry.is_encoder), "match")
-        raise UserError(
-            f"{top.path}: {encoders[0].name} is a masked language model and {other} predicts next tokens: their losses "
-            "are of different tasks and cannot be compared"
-        )
     return tuple(entries)
 
 

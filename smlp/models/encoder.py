@@ -136,6 +136,12 @@ class MLPEncoder(FairseqEncoderModel):
         own, config = self.state_dict(), self.core.config
         shapes = {name: tensor.shape for name, tensor in own.items()}
         state = cut_context(state_dict, shapes, config.max_tokens)
+        if any(state[name] is not tensor for name, tensor in state_dict.items()):
+            T = config.max_tokens
+            logger.info(
+                f"the checkpoint's context is cut to this run's {T} tokens: Toeplitz weights keep their central "
+                f"{2 * T - 1} numbers, all other weights over positions those of the first {T}"
+            )
         dropped = [name for name in state if name.startswith(_HEADS) and shapes.get(name) != state[name].shape]
         fresh = [name for name in own if name.startswith(_HEADS) and name not in state]
         for what, names in (("leaves out", dropped), ("begins with new weights in", fresh)):

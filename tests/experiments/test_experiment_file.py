@@ -179,6 +179,23 @@ MISTAKES = {
 }
 
 
+_ENCODER = "  BERT: {arch: bert_mlm_tiny}\n"
+MISTAKES |= {
+    "masked and causal": (
+        FILE + _ENCODER,
+        r"BERT is a masked language model and gMLP predicts next tokens: .* cannot be compared$",
+    ),
+    "made an encoder": (
+        FILE.replace("{arch: gmlp_lm_tiny}", "{arch: gmlp_lm_tiny, direction: bidirectional}"),
+        r"gMLP is a masked language model and sMLP E=4 predicts next tokens",
+    ),
+    "masked and matched": (
+        FILE[: FILE.index("  gMLP")] + _ENCODER + "match: {like: smlp_tiny}\n",
+        r"BERT is a masked language model and match predicts next tokens",
+    ),
+}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_named(tmp_path, mistake):
     text, message = MISTAKES[mistake]

@@ -14,6 +14,7 @@ from smlp.cli.finetune import plan_of
 from smlp.cli.main import command_parser, main
 from smlp.errors import UserError
 from smlp.experiments import finetuning
+from smlp.experiments.finetuning import METRICS
 from smlp.experiments.folder import Folder
 from smlp.experiments.medians import Median, page, results_of
 
@@ -290,7 +291,42 @@ def test_the_papers_row_stands_beside_its_architectures(asked, tmp_path, monkeyp
     object.__setattr__(plan.encoder, "arch", "amlp_mlm_large")
     assert results_of(plan, Folder(tmp_path / "out"))["paper"] is None, "it has other sizes"
     object.__setattr__(plan.encoder, "overrides", {})
-    assert results_of(plan, Folder(tmp_path / "out"))["paper"]["scores"] == {"valid": 88.4, "valid1": 88.4}
+    paper = results_of(plan, Folder(tmp_path / "out"))["paper"]
+    assert paper["scores"] == {"valid": 88.4, "valid1": 88.4} and paper["devlin"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arch", "task", "version_2", "own", "devlin"),
+    [
+        ("bert_mlm_base", "SST-2", False, "93.8", "92.7"),
+        ("bert_mlm_base", "MNLI", False, "85.6 | 85.7", "84.4 | –"),
+        ("bert_mlm_base", None, False, "– | 90.2", "– | 88.5"),
+        ("bert_mlm_base", None, True, "– | 78.6", "– | 76.3"),
+        ("bert_mlm_large", "SST-2", False, "94.3", "93.7"),
+        ("bert_mlm_large", "MNLI", False, "87.0 | 87.4", "86.6 | –"),
+        ("bert_mlm_large", None, False, "– | 92.0", "– | 90.9"),
+        ("bert_mlm_large", None, True, "– | 81.0", "– | 81.8"),
+        ("gmlp_mlm_base", "SST-2", False, "94.2", None),
+    ],
+)
+def test_devlins_row_stands_beside_bert(asked, tmp_path, arch, task, version_2, own, devlin):
+    """The numbers are those of the paper's Table 6."""
+    if task is None:  # SQuAD, whose columns are exact match and F1
+        data = write_data(tmp_path / "squad", "squad", valid={"questions": 9, "unanswerable": int(version_2)})
+    else:
+        more = {"valid1": {"rows": 10, "labels": {}}} if task == "MNLI" else {}
+        data = write_data(tmp_path / "data", task=task, classes="abc"[: 2 + len(more)], **more)
+    plan = asked(data=data)
+    object.__setattr__(plan.encoder, "arch", arch)
+    object.__setattr__(plan.encoder, "overrides", {})
+    results = results_of(plan, Folder(tmp_path / "out"))
+    for subset in plan.data.subsets:  # the page has a column for each that is scored
+        scores = {name: vars(Median.of([50.0])) for name in METRICS[plan.data.metric]}
+        results["points"][0]["medians"][subset] = scores
+    said = page(results)
+    assert f"| gMLP paper, Table 6 | – | – | {own} |" in said
+    assert (f"| Devlin et al., in the gMLP paper, Table 6 | – | – | {devlin} |" in said) == (devlin is not None)
+    assert ("Those of Devlin et al., 2018, which its table repeats, are of" in said) == (devlin is not None)
 
 
 def test_an_encoder_is_fine_tuned_on_real_data(tiny_data, tmp_path, capsys, run_fairseq_many):

@@ -11,6 +11,7 @@ import smlp
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.evaluation.masked import masked_nll
 from smlp.inference.masked import MaskedLanguageModel
+from smlp.models.encoder import CoreEncoder, MLPEncoder
 
 pytestmark = pytest.mark.long
 
@@ -22,7 +23,8 @@ COMMON = [
 ARCHS = {
     "gmlp_mlm_tiny": [],
     "gmlp_mlm_additive_tiny": ["--spatial-weights", "full"],
-    "amlp_mlm_tiny": ["--gmlp-attention-dim", "4", "--bf16"],
+    "amlp_mlm_tiny": ["--gmlp-attention-dim", "4"],
+    "amlp_mlm_base": ["--gmlp-attention-dim", "4", "--bf16"],
     "bert_mlm_tiny": ["--num-heads", "2", "--layer-norm", "after", "--attention-dropout", "0.1"],
     "bert_mlm_rel_tiny": ["--num-heads", "2", "--checkpoint-activations"],
     "bert_mlm_rel_attn_tiny": ["--num-heads", "2", "--sample-break-mode", "eos"],
@@ -30,6 +32,8 @@ ARCHS = {
     "gmlp_mlm_multiplicative_tiny": [],
     "mixer_mlm_tiny": ["--mixer-token-dim", "8", "--sample-break-mode", "complete"],
 }
+#: those that differ most in code; trained again from the middle, and on two ranks
+KEPT_EQUAL = ["gmlp_mlm_tiny", "amlp_mlm_tiny", "bert_mlm_tiny", "bert_mlm_rel_tiny", "mixer_mlm_tiny"]
 
 
 def train(data, save_dir, *more, arch="gmlp_mlm_tiny", batch=8):
@@ -39,26 +43,29 @@ def train(data, save_dir, *more, arch="gmlp_mlm_tiny", batch=8):
 
 @pytest.fixture(scope="module")
 def trained(tiny_data, tmp_path_factory, run_fairseq_many):
-    """A short run of each system; one stopped and resumed; one on one and on two ranks; one with another seed."""
+    """A short run of each system; some again from their middle, and on one and on two ranks; one with another seed."""
     folder = tmp_path_factory.mktemp("encoders")
-    settings = ["--dropout", "0.1", "--save-interval-updates", "4"]
-    cases = {
-        arch: train(tiny_data, folder / arch, "--max-update", "8", *options, arch=arch)
-        for arch, options in ARCHS.items()
-    }
-    cases["straight"] = train(tiny_data, folder / "straight", "--max-update", "8", *settings)
-    cases["stopped"] = train(tiny_data, folder / "stopped", "--max-update", "4", *settings)
-    cases["two ranks"] = {**train(tiny_data, folder / "two", "--max-update", "8", batch=4), "ranks": 2}
-    cases["one rank"] = train(tiny_data, folder / "one", "--max-update", "8", "--update-freq", "2", batch=4)
-    cases["same weights"] = train(
+    settings = ["--max-update", "8", "--dropout", "0.1", "--save-interval-updates", "4"]
+    cases = {arch: train(tiny_data, folder / arch, *settings, *own, arch=arch) for arch, own in ARCHS.items()}
+    for arch in KEPT_EQUAL:
+        exact = [*ARCHS[arch], "--attention-dropout", "0", "--max-update", "4"]
+        for ranks in (1, 2):
+            more = [*exact, "--update-freq", 2 // ranks]
+            own = train(tiny_data, folder / f"{arch}-{ranks}", *more, arch=arch, batch=4)
+            cases[f"{arch}-{ranks}"] = {**own, "ranks": ranks}
+    results = dict(zip(cases, run_fairseq_many(list(cases.values()), timeout=300), strict=True))
+    later = {}
+    for arch in KEPT_EQUAL:
+        (middle,) = (folder / arch).glob("checkpoint_*_4.pt")
+        own = folder / f"{arch}-resumed"
+        own.mkdir()
+        middle.rename(own / "checkpoint_last.pt")
+        later[own.name] = train(tiny_data, own, *settings, *ARCHS[arch], arch=arch)
+    later["same weights"] = train(
         tiny_data, folder / "same", "--max-update", "1", "--seed", "5", "--lr", "1e-20",
         "--finetune-from-model", folder / "gmlp_mlm_tiny" / "checkpoint_last.pt",
     )  # fmt: skip
-    last = cases.pop("same weights")
-    results = dict(zip(cases, run_fairseq_many(list(cases.values()), timeout=300), strict=True))
-    again = train(tiny_data, folder / "stopped", "--max-update", "8", *settings)
-    results["resumed"], results["same weights"] = run_fairseq_many([again, last])
-    return folder, results
+    return folder, results | dict(zip(later, run_fairseq_many(list(later.values()), timeout=300), strict=True))
 
 
 def said(run):
@@ -102,22 +109,41 @@ def test_a_checkpoint_from_before_the_norm_of_the_embedding(trained, tmp_path):
     assert model.config.embedding_norm == "none" and model.embedding_norm is None
 
 
-def test_resume_equals_never_stopped(trained):
+def weights(folder):
+    return torch.load(folder / "checkpoint_last.pt", weights_only=True)["model"]
+
+
+@pytest.mark.parametrize("arch", KEPT_EQUAL)
+def test_resume_equals_never_stopped(trained, arch):
     folder, results = trained
-    assert "Loaded checkpoint" in said(results["resumed"])
-    straight, resumed = (
-        torch.load(folder / name / "checkpoint_last.pt", weights_only=True)["model"] for name in ("straight", "stopped")
-    )
+    assert "checkpoint_last.pt (epoch" in said(results[f"{arch}-resumed"])
+    assert " @ 4 updates" in said(results[f"{arch}-resumed"])
+    straight, resumed = weights(folder / arch), weights(folder / f"{arch}-resumed")
     for name, value in straight.items():
         assert torch.equal(value, resumed[name]), name
 
 
-def test_two_ranks_train_as_one(trained):
+@pytest.mark.parametrize("arch", KEPT_EQUAL)
+def test_two_ranks_train_as_one(trained, arch):
     folder, results = trained
-    assert results["two ranks"].rc == 0, results["two ranks"]
-    one, two = (torch.load(folder / name / "checkpoint_last.pt", weights_only=True)["model"] for name in ("one", "two"))
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
+    assert results[f"{arch}-2"].rc == 0, results[f"{arch}-2"]
+    one, two = (weights(folder / f"{arch}-{ranks}") for ranks in (1, 2))
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [24, 12])
+@pytest.mark.parametrize("arch", ["amlp_mlm_tiny", "bert_mlm_tiny", "mixer_mlm_tiny", "bert_mlm_rel_tiny"])
+def test_the_log_says_that_a_longer_context_is_cut(caplog, arch, max_tokens):
+    """BERT with T5's biases has no weights over positions, and equal contexts nothing to cut."""
+    sizes = {"vocab_size": 20, "embed_dim": 8, "ffn_dim": 8, "num_dense_layers": 1}
+    long, short = (MLPEncoder(CoreEncoder(None, smlp.build(arch, max_tokens=T, **sizes))) for T in (24, max_tokens))
+    with caplog.at_level("INFO", logger="smlp.models.encoder"):
+        short.load_state_dict(long.state_dict())
+    said = (
+        "the checkpoint's context is cut to this run's 12 tokens: Toeplitz weights keep their central 23 numbers, all "
+        "other weights over positions those of the first 12"
+    )
+    assert caplog.messages == [said] * (max_tokens == 12 and arch != "bert_mlm_rel_tiny")
 
 
 def test_held_out_text_is_masked_alike_with_every_seed(trained):

@@ -15,6 +15,8 @@ from smlp.experiments.report.results import Model, Results
 from smlp.experiments.report.table import Cell, Column, Table, amount, label
 
 SOURCE = "Yu et al., 2022 (arXiv:2203.06850)"
+#: of the tables of masked language models
+GMLP_SOURCE = "Liu et al., 2021 (arXiv:2105.08050)"
 NAMES = {
     "dense_lm": "Transformer",
     "gmlp_lm": "gMLP",
@@ -172,6 +174,11 @@ GMLP_TABLE_6 = {
     "gmlp_mlm_large": {"SST-2": (94.8,), "MNLI": (86.2, 86.5), "SQuAD v1.1": (89.5,), "SQuAD v2.0": (78.3,)},
     "amlp_mlm_large": {"SST-2": (94.8,), "MNLI": (88.4, 88.4), "SQuAD v1.1": (92.2,), "SQuAD v2.0": (85.4,)},
     "gmlp_mlm_xlarge": {"SST-2": (95.6,), "MNLI": (87.7, 87.7), "SQuAD v1.1": (90.9,), "SQuAD v2.0": (82.1,)},
+}
+#: what the same table repeats of Devlin et al., 2018, for models of these sizes; it has nothing on MNLI, mismatched
+DEVLIN_IN_TABLE_6 = {
+    "bert_mlm_base": {"SST-2": (92.7,), "MNLI": (84.4,), "SQuAD v1.1": (88.5,), "SQuAD v2.0": (76.3,)},
+    "bert_mlm_large": {"SST-2": (93.7,), "MNLI": (86.6,), "SQuAD v1.1": (90.9,), "SQuAD v2.0": (81.8,)},
 }
 
 #: number of heads of attention or of the spatial gating unit (Tables 5, 8 and 9)

@@ -44,13 +44,13 @@ def masked_table(results: Results) -> Table | None:
         rows.append(
             {
                 "model": label(model.name),
-                "paper": amount(printed, ".2f", "gmlp.txt, Table 3"),
+                "paper": amount(printed, ".2f", f"{paper.GMLP_SOURCE}, Table 3"),
                 "per_token": perplexity_cell(results, model, subset, ALL),
             }
         )
     columns = [
         _MODEL,
-        Column("paper", "the paper's perplexity", "gmlp.txt, Table 3"),
+        Column("paper", "the paper's perplexity", f"{paper.GMLP_SOURCE}, Table 3"),
         Column("per_token", "here", f"scores.json: exp(subsets.{subset}.nll_all)"),
     ]
     notes = [

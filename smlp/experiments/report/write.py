@@ -185,7 +185,7 @@ def document(results: Results, tables: Mapping[str, Table], pictures: Mapping[st
     for name in ("not-whole", "data-order", "tuning"):
         page.table(name, level=3)
     page.lines += _environment(results)
-    page.lines += _sources(tables, pictures)
+    page.lines += _sources(results, tables, pictures)
     return "\n".join(page.lines).rstrip() + "\n"
 
 
@@ -278,13 +278,14 @@ def _environment(results: Results) -> list[str]:
     return [*lines, "", f"Sources: environment.json{own}, data.json.", ""]
 
 
-def _sources(tables: Mapping[str, Table], pictures: Mapping[str, Picture]) -> list[str]:
+def _sources(results: Results, tables: Mapping[str, Table], pictures: Mapping[str, Picture]) -> list[str]:
+    source = f"{paper.GMLP_SOURCE}, Table 3" if results.is_masked else f"{paper.SOURCE}, Tables 4 to 7"
     lines = [
         "## Where the numbers come from",
         "",
         "Files are in the experiment's folder; those of a run are in `runs/RUN/`. `report.json` has every number "
         "unrounded, with the files that it comes from and its seeds or rounds. The paper's numbers are from "
-        f"{paper.SOURCE}, Tables 4 to 7, and the models' names from experiment.json.",
+        f"{source}, and the models' names from experiment.json.",
         "",
     ]
     for table in tables.values():
