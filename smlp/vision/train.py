@@ -74,7 +74,7 @@ def _folder(args: Namespace) -> Path:
     folder = Path(args.output or "output/train") / name
     last = folder / LAST
     if args.rank == 0 and last.exists() and not (args.resume and last.samefile(args.resume)):
-        raise UserError(f"{folder} holds a run already: continue it with --resume {last}, or name another --experiment")
+        raise UserError(f"{folder} already holds a run: continue it with --resume {last}, or name another --experiment")
     return folder
 
 
@@ -115,7 +115,7 @@ class _Run:
         self.first_epoch = 0
         if checkpoint is not None:
             if "optimizer" not in checkpoint:
-                raise UserError(f"--resume {args.resume} holds weights alone: start from it with --initial-checkpoint")
+                raise UserError(f"--resume {args.resume} holds only weights: start from it with --initial-checkpoint")
             epoch = resume_checkpoint(self.model, args.resume, self.optimizer, self.scaler, log_info=False)
             self.first_epoch = int(epoch or 0)
         self.average = None
@@ -257,7 +257,7 @@ class _Run:
             (self.folder / _UNFINISHED).unlink(missing_ok=True)
             raise UserError(
                 f"{self.folder}: the checkpoint of epoch {epoch} cannot be written (is the disk full?); those of "
-                "earlier epochs are whole"
+                "earlier epochs are intact"
             ) from error
 
     def _set_rate(self, epoch: int | None, update: int) -> None:
@@ -271,7 +271,7 @@ class _Run:
         if not math.isfinite(value := float(loss)):
             raise NaNError(
                 f"the training loss is {value} after batch {number + 1} of epoch {epoch}: lower --lr or set "
-                f"--clip-grad; the checkpoints in {self.folder} are those of the epochs before"
+                f"--clip-grad; the checkpoints in {self.folder} are from earlier epochs"
             )
         return value
 

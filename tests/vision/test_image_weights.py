@@ -60,7 +60,7 @@ def test_every_filter_of_a_gmlp_is_the_central_one_shifted(new_grid):
 
 def test_what_has_no_rule_is_refused():
     mixer = randomised()
-    with pytest.raises(UserError, match="img_size=20: 5 patches along a side are no multiple of the 3"):
+    with pytest.raises(UserError, match="img_size=20: 5 patches along a side are not a multiple of the 3"):
         resized(mixer, 20)
     with pytest.raises(UserError, match="img_size=13 must be a multiple of patch_size=4"):
         resized(mixer, 13)
