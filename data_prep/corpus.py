@@ -48,7 +48,7 @@ def assert_disjoint(splits: Splits, key: Callable[[str], str]) -> None:
         for document in documents:
             for paragraph in document.paragraphs:
                 first = owner.setdefault(key(paragraph), name)
-                assert first == name, f"a paragraph stands in {first} and in {name}: {paragraph[:80]!r}"
+                assert first == name, f"a paragraph occurs in both {first} and {name}: {paragraph[:80]!r}"
 
 
 def split_counts(documents: list[Document]) -> dict[str, int]:

@@ -47,7 +47,7 @@ def make_text(options: argparse.Namespace, text: Path) -> None:
     if options.splits:
         return
     if (text / MANIFEST).is_file():
-        print(f"      {text} is there, skipped")
+        print(f"      {text} exists, skipped")
     else:
         module, sources = ("python_docs", []) if not options.text else ("text_files", ["--text", *options.text])
         run_tool(
@@ -59,7 +59,7 @@ def make_text(options: argparse.Namespace, text: Path) -> None:
 def make_data(options: argparse.Namespace, text: Path, pieces: Path, data: Path) -> None:
     """Step 2: make a SentencePiece vocabulary of the training text, and fairseq's binary files."""
     if not tools.make_data(text, pieces, data, options.vocab_size, options.logs("x").parent):
-        print(f"      {data} is there, skipped")
+        print(f"      {data} exists, skipped")
     print(f"      {len(Vocabulary.load(data / 'dict.txt'))} symbols in {data / 'dict.txt'}")
 
 
@@ -254,7 +254,7 @@ if __name__ == "__main__":
     except (UserError, OSError) as error:
         sys.exit(f"smlp: error: {error}")
     except KeyboardInterrupt:
-        sys.exit("\nstopped; run the same command again to go on")
+        sys.exit("\nstopped; run the same command again to continue")
     except Exception as error:  # a defect of ours or of a library: the log has all of it
         log = ROOT / "runs" / "logs" / "quickstart.log"
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -95,7 +95,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="binarised data")
     parser.add_argument("--subset", default="valid", help="default: %(default)s")
     parser.add_argument(
-        "--train-tokens", type=int, default=65536, help="of train, that offsets are found on (default: %(default)s)"
+        "--train-tokens",
+        type=int,
+        default=65536,
+        help="tokens of train from which offsets are computed (default: %(default)s)",
     )
     options = parser.parse_args()
     model = smlp.load_pretrained(options.path, options.data / "dict.txt")

@@ -216,7 +216,7 @@ def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> 
         folder.mkdir(parents=True, exist_ok=True)
         lock = _opened_lock(folder / _LOCK)
     except BlockingIOError as error:
-        raise UserError(f"another {who} is at work in {named} ({error.strerror}){remedy}") from None
+        raise UserError(f"another {who} is running in {named} ({error.strerror}){remedy}") from None
     except OSError as error:
         raise UserError(f"cannot write to {named}: {error.strerror}") from None
     try:

@@ -168,7 +168,7 @@ def test_a_killed_process_leaves_no_lock_even_to_its_children(tmp_path: Path) ->
     child = int(os.read(holder.stdout.fileno(), 20))
     try:
         assert is_locked(tmp_path)
-        words = rf"another run is at work in --save-dir {tmp_path} \(process {holder.pid} on .*\): wait"
+        words = rf"another run is running in --save-dir {tmp_path} \(process {holder.pid} on .*\): wait"
         with pytest.raises(UserError, match=words), locked(tmp_path, "run", "--save-dir", ": wait"):
             pass
         os.kill(holder.pid, signal.SIGKILL)

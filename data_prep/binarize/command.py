@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         finished = _encode(run, splits, job)
     missing = sum(done.missing for done in finished.values())
     if missing or run.share[1] > 1:
-        print(f"{missing} parts are not encoded yet; when none is left, run this without --share to write the shards")
+        print(f"{missing} parts are not encoded yet; when all are, run this without --share to write the shards")
         return 0
     if not (run.out / MANIFEST).is_file():
         _merge(run, finished, args, vocab_size, settings)
@@ -182,8 +182,8 @@ def _merge(
         if empty:
             what = f"{empty} of {len(own)} shards of {split} are" if len(own) > 1 else f"{split} is"
             raise UserError(
-                f"{what} empty: there are too few documents (or parts, which are dealt out where lines are read): "
-                "lower --shards or --part-bytes (with --restart), or look at what was dropped"
+                f"{what} empty: there are too few documents (or, where lines are read, too few parts): lower --shards "
+                "or --part-bytes (with --restart), or look at what was dropped"
             )
         plans += parts
     merged = run_parts(run, "merge", plans, merge_part).results

@@ -218,5 +218,5 @@ def check_tokenizer(folder: Path, format: str) -> Vocabulary:
         UserError: there is no such folder, or something is missing or damaged in it.
     """
     if not folder.is_dir():
-        raise UserError(f"--tokenizer {folder} is no folder")
+        raise UserError(f"--tokenizer {folder} is not a folder")
     return Vocabulary.load(folder / DICTIONARY) if format == PIECES else load_tokenizer(folder).vocabulary

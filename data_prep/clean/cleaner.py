@@ -26,8 +26,8 @@ class Cleaning:
     min_line_words: int = option(0, "remove lines with fewer words; 0 keeps them")
     repeated_line_words: int = option(5, "remove lines of at least N words that occurred earlier in the document")
     menu_lines: int = option(5, "remove N or more lines in a row of up to three words, as a menu")
-    min_probability: float = option(0.65, "drop documents that are less probably in --language")
-    language_characters: int = option(500, "first characters of a document, which tell its language")
+    min_probability: float = option(0.65, "drop documents with a lower probability of --language")
+    language_characters: int = option(500, "detect the language from the first N characters of a document")
 
 
 def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]:

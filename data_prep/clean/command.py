@@ -88,7 +88,7 @@ def settings_of(args: argparse.Namespace) -> Cleaning:
             option = name.replace("_", "-")
             raise UserError(f"--min-{option} {least} is above --max-{option} {most}: no document would be kept")
     if args.language != "any" and "language" not in args.without and args.language not in languages():
-        raise UserError(f"--language {args.language!r} is none of {', '.join(languages())}, or any")
+        raise UserError(f"--language {args.language!r} is unknown: choose any or one of {', '.join(languages())}")
     values = {item.name: getattr(args, item.name) for item in _NUMBERS}
     thresholds = Thresholds(**{item.name: values.pop(item.name) for item in fields(Thresholds)})
     return Cleaning(frozenset(args.without), thresholds, args.language, **values)

@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="PATH",
-        help="documents of your own for validation or test: what repeats one of them is removed from --in",
+        help="documents of your own for validation or test: documents of --in that repeat one of them are removed",
     )
     group.add_argument("--no-near", dest="near", action="store_false", help="remove exact duplicates only: much faster")
     add_number(

@@ -139,7 +139,7 @@ class Lookup:
             if len(self._files) > _OPEN_FILES:
                 os.close(self._files.popitem(last=False)[1])
         content = os.pread(self._files[path], size, start)
-        assert len(content) == size, f"{path} is shorter than it was written"
+        assert len(content) == size, f"{path} is shorter than when it was written"
         return content
 
     def close(self) -> None:

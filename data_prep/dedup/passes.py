@@ -179,7 +179,7 @@ def write_part(
                 counts.drop(f"{row['kind']} duplicate{HELD_OUT if held_out else ''}")
                 pairs[piece.source, row["kept_source"], row["kind"]] += 1
             removed.write(json_line(row))
-    assert index == stop - base, f"{part.path}: {index} documents, there were {stop - base}"
+    assert index == stop - base, f"{part.path}: {index} documents, but there were {stop - base}"
     lookup.close()
     facts = {"pairs": [[*key, number] for key, number in sorted(pairs.items())]}
     outputs = [written.row(out, documents=counts.kept), removed_file.row(out)]

@@ -69,14 +69,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("downloads")
     add_number(group, "--connections", whole(1, MOST_PROCESSES), "files at a time (default: 3)", 3)
     add_number(
-        group, "--timeout", real(0, MOST_SECONDS, above=True), "seconds without a byte (default: 60)", 60.0, metavar="S"
+        group,
+        "--timeout",
+        real(0, MOST_SECONDS, above=True),
+        "seconds without data after which an attempt fails (default: 60)",
+        60.0,
+        metavar="S",
     )
-    add_number(group, "--attempts", whole(), "failures without progress that end a file (default: 6)", 6)
+    add_number(group, "--attempts", whole(), "give up on a file after N failures without progress (default: 6)", 6)
     add_number(
         group,
         "--retry-wait",
         real(0, MOST_SECONDS),
-        "seconds after the first, then doubled (default: 1)",
+        "seconds to wait after the first failure, doubled each time (default: 1)",
         1.0,
         metavar="S",
     )
@@ -88,9 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-space-check", action="store_true", help="begin even if the disk seems to be too small")
     add_run_options(parser, out_required=False)
     add_compression(parser)
-    add_number(
-        parser, "--file-bytes", whole(1, MOST_BYTES), "bytes of text in a file, before the next is begun", 256 << 20
-    )
+    add_number(parser, "--file-bytes", whole(1, MOST_BYTES), "start a new file after N bytes of text", 256 << 20)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.sources:
         raise UserError("name a source to fetch; 'smlp data fetch --list' shows the available ones")
     if args.out is None:
-        raise UserError("--out DIR is missing: where the documents are to go")
+        raise UserError("--out DIR is missing: name the folder for the documents")
     wanted = _wanted(args)
     for one in wanted:
         check_apart(one.run.out, one.source.paths)
@@ -125,7 +128,7 @@ def _wanted(args: argparse.Namespace) -> list[Wanted]:
             raise UserError(f"{source.name} is gone: {source.notes[0]}; instead: {', '.join(source.replacement)}")
         if sum(other.name == source.name for other in sources) > 1:
             raise UserError(
-                f"two sources would be written to {args.out / source.name}: rename one, or fetch them apart"
+                f"two sources would be written to {args.out / source.name}: rename one, or fetch them separately"
             )
     options = _options(sources, args.set)
     settings = {

@@ -175,12 +175,14 @@ def _attempt(
                     have += len(content)
                     advance(len(content))
     except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, requests.exceptions.MissingSchema):
-        raise DownloadFailed(f"{file.url} is no address of a file: it must begin with http:// or https://") from None
+        raise DownloadFailed(
+            f"{file.url} is not the address of a file: it must begin with http:// or https://"
+        ) from None
     except passing as error:
         amount = f"after {partial.size:,}" + (" bytes" if total is None else f" of {total:,} bytes")
         raise _Passing(f"the connection failed {amount}: {_plain(error)}") from error
     if total is not None and have < total:
-        raise _Passing(f"{have:,} of {total:,} bytes came")
+        raise _Passing(f"received only {have:,} of {total:,} bytes")
 
 
 def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int | None, bool]:
@@ -193,7 +195,7 @@ def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int |
         total = int(span[2]) if span else None
         if span and not changed and (int(span[1]) == have if span[1] else total == have):
             return total, True
-        problem = "it changed on the server" if changed else "the server did not go on where it was asked to"
+        problem = "it changed on the server" if changed else "the server did not resume where it was asked to"
         raise _Passing(problem, lost=partial.discard())
     if status == 200:
         length = response.headers.get("Content-Length", "")
@@ -223,7 +225,7 @@ def _check(file: RemoteFile, partial: _Partial) -> None:
     """Compare the file with the list; throw away a wrong one, so that it is downloaded again."""
     if file.num_bytes is not None and partial.size != file.num_bytes:
         have = partial.discard()
-        raise _Passing(f"{have:,} bytes came, its list says {file.num_bytes:,}", lost=have)
+        raise _Passing(f"received {have:,} bytes, but its list says {file.num_bytes:,}", lost=have)
     if file.digest:
         algorithm, expected = file.digest
         with open(partial.path, "rb") as content:

@@ -46,7 +46,7 @@ def rows(hub: Hub, shard: int, num_shards: int, part: FilePart, reading: ReadSet
     try:
         dataset = _opened(hub)
         if dataset.num_shards != num_shards:
-            raise PartFailed(f"{label}: there are {dataset.num_shards} shards now; begin anew with --restart")
+            raise PartFailed(f"{label}: there are {dataset.num_shards} shards now; start over with --restart")
         for row in dataset.shard(num_shards, shard):
             if reading.text_field not in row:
                 raise UserError(f"hf:{hub.name}: no column {reading.text_field!r}; there are {', '.join(row)}")

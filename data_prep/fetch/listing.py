@@ -90,7 +90,7 @@ def _checksums(text: str, url: str, listing: Listing) -> list[RemoteFile]:
     for line in text.splitlines():
         digest, _, name = line.strip().partition(" ")
         if not re.fullmatch(r"[0-9a-fA-F]{32,128}", digest) or not name.strip():
-            raise UserError(f"{url} is no list of checksums: it has the line {line[:80]!r}")
+            raise UserError(f"{url} is not a list of checksums: it has the line {line[:80]!r}")
         place = urljoin(listing.base or url, name.strip().removeprefix("*"))
         files.append(RemoteFile(place, "", None, (listing.algorithm, digest.lower())))
     return files
@@ -109,7 +109,7 @@ def _dumpstatus(text: str, url: str, listing: Listing) -> list[RemoteFile]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{url} is no status of a dump with the job {listing.job!r}") from None
+        raise UserError(f"{url} is not the status of a dump with the job {listing.job!r}") from None
 
 
 def _numbers_apart(name: str) -> list[tuple[int, str]]:
@@ -140,7 +140,7 @@ def _filled(template: str, options: dict[str, str]) -> str:
     try:
         return template.format(**options)
     except (KeyError, IndexError, ValueError) as error:
-        raise UserError(f"the address {template!r} has a place for which there is no option: {error}") from None
+        raise UserError(f"the address {template!r} has a placeholder without an option: {error}") from None
 
 
 def _text(url: str, folder: Path, patience: Patience) -> str:
@@ -162,7 +162,7 @@ def _base_name(url: str) -> str:
     try:
         path = urlsplit(url).path
     except ValueError as error:
-        raise UserError(f"{url!r} is no address of a file: {error}") from None
+        raise UserError(f"{url!r} is not the address of a file: {error}") from None
     name = unquote(path).rstrip("/").rpartition("/")[2].replace("\0", "")
     if name in _OWN_NAMES or name.startswith("."):  # files of smlp data fetch itself, and files that later steps skip
         return f"file-{name}" if name.strip(".") else "index"

@@ -149,7 +149,7 @@ def read_source(path: Path) -> Source:
     except OSError as error:
         raise UserError(f"source file {path}: {error.strerror}") from None
     except ValueError as error:  # bad UTF-8 or bad TOML
-        raise UserError(f"source file {path} is no TOML: {error}") from None
+        raise UserError(f"source file {path} is not TOML: {error}") from None
     try:
         return _checked(_parsed(row, path, content))
     except _Wrong as error:
@@ -220,7 +220,7 @@ def _checked(source: Source) -> Source:
             raise _Wrong(f"{name!r} is {value!r}, but must be one of {', '.join(choices)}")
 
     if not _NAME.fullmatch(source.name):
-        raise _Wrong(f"'name' is {source.name!r}, but becomes a folder: letters, digits, points, hyphens")
+        raise _Wrong(f"'name' is {source.name!r}, but a folder's name has only letters, digits, '.', '-' and '_'")
     one_of("status", source.status, STATUSES)
     one_of("documents", source.documents, DOCUMENTS_OF_TEXT)
     places = [name for name in ("files", "listing", "hub", "paths") if getattr(source, name)]
@@ -230,11 +230,11 @@ def _checked(source: Source) -> Source:
         return source
     if len(places) != 1:
         there = f"there are {' and '.join(places)}" if places else "there is none"
-        raise _Wrong(f"exactly one of 'files', 'listing', 'hub' and 'paths' must say where it is; {there}")
+        raise _Wrong(f"exactly one of 'files', 'listing', 'hub' and 'paths' must say where the data are; {there}")
     if source.from_web:
         one_of("format", source.format, FORMATS)
     elif source.format:
-        raise _Wrong("'format' is for files of the web: 'hub' and 'paths' tell theirs themselves")
+        raise _Wrong("'format' is only for files from the web: 'hub' and 'paths' imply theirs")
     if source.listing:
         one_of("listing.kind", source.listing.kind, LISTINGS)
         one_of("listing.algorithm", source.listing.algorithm, ALGORITHMS)

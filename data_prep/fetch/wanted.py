@@ -124,7 +124,7 @@ class Wanted:
         if self.check_space and need is not None and need > free:
             raise UserError(
                 f"{self.source.name} still needs about {need / 1e9:,.1f} GB in {self.out}, {free / 1e9:,.1f} are free: "
-                "--delete-downloads or --limit-files need less, --no-space-check continues all the same"
+                "--delete-downloads or --limit-files need less, --no-space-check continues anyway"
             )
 
 
@@ -132,7 +132,7 @@ def not_writable(folder: Path) -> str:
     """Say why nothing can be written to a folder that may not exist yet; "" if it can."""
     place = _existing(folder)
     if not place.is_dir():
-        return f"{folder} cannot be made: {place} is no folder"
+        return f"{folder} cannot be made: {place} is not a folder"
     return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written to"
 
 

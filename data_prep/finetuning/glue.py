@@ -54,7 +54,7 @@ EPOCHS, BATCH_SIZE, POSITIONS, WARM_UP = 5, 32, 128, 0.1  # gMLP, appendix A, fi
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the step."""
     group = parser.add_argument_group("input")
-    group.add_argument("--task", choices=TASKS, help="a task of GLUE, which says columns and labels")
+    group.add_argument("--task", choices=TASKS, help="a task of GLUE, which determines columns and labels")
     group.add_argument(
         "--columns",
         metavar="NAME[,NAME]",
@@ -119,7 +119,7 @@ def _task_of(args: argparse.Namespace) -> GlueTask:
     if args.task is not None:
         given = [name for name in ("label", "labels", "regression") if getattr(args, name)]
         if given:
-            raise UserError(f"--{given[0]} goes with --columns: --task {args.task} says it")
+            raise UserError(f"--{given[0]} is only for --columns: --task {args.task} determines it")
         return TASKS[args.task]
     columns = tuple(args.columns.split(","))
     if len(columns) > 2 or not all(columns) or len(set(columns)) < len(columns):
@@ -130,7 +130,7 @@ def _task_of(args: argparse.Namespace) -> GlueTask:
         raise UserError("--columns needs --label, the name of another column")
     if args.regression:
         if args.labels:
-            raise UserError("--labels are of classes, --regression has none: give one of the two")
+            raise UserError("--labels names classes, but --regression has none: give one of the two")
         report = "--report-pearson-and-spearman"
         return GlueTask(columns, args.label, (), OWN_FILES, metric="pearson_and_spearman", report=report)
     labels = tuple(args.labels.split(",")) if args.labels else None

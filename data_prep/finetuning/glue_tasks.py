@@ -94,7 +94,7 @@ def files_in(folder: Path, task: GlueTask) -> dict[str, SplitFile]:
         UserError: there is no such folder, or a file for training or validation is missing.
     """
     if not folder.is_dir():
-        raise UserError(f"--in {folder} is no folder")
+        raise UserError(f"--in {folder} is not a folder")
     if task is TASKS["MRPC"] and not (folder / _FILES[TRAIN]).exists() and (folder / _MSR_TRAIN).exists():
         ids = folder / _MSR_VALID_IDS
         if not ids.is_file():

@@ -131,7 +131,7 @@ def read_questions(path: Path) -> Iterator[Question]:
     except DamagedFile as error:
         raise UserError(f"{error}: it is damaged") from None
     except (ValueError, RecursionError) as error:  # no JSON, or not UTF-8
-        raise UserError(f"{path} is no JSON of SQuAD: {error}") from None
+        raise UserError(f"{path} is not SQuAD's JSON: {error}") from None
     seen: set[str] = set()
     for article_at, article in enumerate(_field(data, "data", list, f"{path}")):
         place = f"{path}, data[{article_at}]"
@@ -159,9 +159,7 @@ def _question(row: Any, name: str, context: str, place: str) -> Question:
             raise UserError(f"{place}: the answer {text!r:.80} is blank")
         if start < 0 or context[start : start + len(text)] != text:
             there = context[max(start, 0) : max(start, 0) + len(text)]
-            problem = (
-                f"the answer {text!r:.80} does not stand at character {start} of the context, which has {there!r:.80}"
-            )
+            problem = f"the answer {text!r:.80} is not at character {start} of the context, which has {there!r:.80}"
             if not answers or text not in context:
                 raise UserError(f"{place}: {problem}")
             misplaced.append(problem)  # only the first one is learnt; a few others are off by one in SQuAD itself

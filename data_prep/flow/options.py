@@ -51,7 +51,7 @@ def add_run_options(parser: argparse.ArgumentParser, out_required: bool = True) 
         metavar="K/N",
         help="work only on every N-th part, from the K-th on (K counts from 0): for the tasks of a job array",
     )
-    group.add_argument("--restart", action="store_true", help="throw away what a run with other settings left in --out")
+    group.add_argument("--restart", action="store_true", help="delete what a run with other settings left in --out")
     group.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -72,7 +72,7 @@ def check_apart(out: Path, places: Iterable[Path]) -> None:
     """Raise UserError if a folder to write is inside one of those that are read."""
     for place in places:
         if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
-            raise UserError(f"--out {out} lies in {place}, which is read: the next run would read its output")
+            raise UserError(f"--out {out} lies in the input {place}: the next run would read its own output")
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:

@@ -96,7 +96,7 @@ def left_out(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[str]:
         if not place.is_dir():
             continue
         files = _walk(place)
-        lines += [f"{folder} is not finished: not all of it is there" for folder, _ in _unfinished(files)]
+        lines += [f"{folder} is not finished: some of its files are missing" for folder, _ in _unfinished(files)]
         others = [path for path in files if not _is_wanted(path, tuple(suffixes)) and path.name != MANIFEST]
         if others:
             shown = ", ".join(str(path.relative_to(place)) for path in others[:_SHOWN])

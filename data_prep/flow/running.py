@@ -85,12 +85,12 @@ def begin(
             if not restart:
                 raise UserError(
                     f"{run.out} holds work of 'smlp data {found['step']}' with other settings "
-                    f"({_difference(found, wanted)}): name another --out, or add --restart to throw that work away"
+                    f"({_difference(found, wanted)}): name another --out, or add --restart to delete that work"
                 )
             with _lock(replace(run, share=(0, 1))):
                 _throw_away(run.out)
     elif holds_files:
-        raise UserError(f"--out {run.out} holds files of something else: name a new or empty folder")
+        raise UserError(f"--out {run.out} holds other files: name a new or empty folder")
     if not record.is_file():
         write_bytes(record, json.dumps(wanted, indent=1).encode())
 
@@ -199,7 +199,7 @@ def _lock(run: StepRun) -> Iterator[None]:
             fcntl.flock(whole, (fcntl.LOCK_SH if number > 1 else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             fcntl.flock(share, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another command is at work in {run.out}: wait for it, or stop it") from None
+            raise UserError(f"another command is running in {run.out}: wait for it, or stop it") from None
         except OSError:
             pass  # a file system without locks
         if number == 1:
@@ -283,7 +283,7 @@ class Report:
         """Report that this share is done and others are not: the command must be run again when they are."""
         print(
             f"{self.step}: this share of {what} is done; {finished.missing} parts are left to other shares: run the "
-            "command again when they have ended"
+            "command again when they have finished"
         )
         return 0
 

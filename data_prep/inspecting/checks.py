@@ -177,7 +177,7 @@ def _dictionary_problems(first: Path, other: Path) -> Iterator[str]:
         yield f"{other} is missing"
     elif other.read_bytes() != first.read_bytes():
         sizes = [len(path.read_bytes()) for path in (other, first)]
-        yield f"{other} ({sizes[0]} bytes) is another dictionary than {first} ({sizes[1]} bytes)"
+        yield f"{other} ({sizes[0]} bytes) is not the same dictionary as {first} ({sizes[1]} bytes)"
 
 
 def _manifest_problems(

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         check_plot(args.plot)
         if args.json and args.json.resolve() == args.plot.resolve():
-            raise UserError(f"--json and --plot both name {args.json}: one would be lost")
+            raise UserError(f"--json and --plot both name {args.json}: one would overwrite the other")
     with bytes_bar(bytes_to_read(args.folder, args.verify), "inspect", args.quiet) as bar:
         found = inspect(args.folder, args.verify, bar.update)
     splits, tokenizer = found.by_split(), _tokenizer(args, found)
@@ -93,7 +93,7 @@ def check_plot(path: Path) -> None:
     if path.is_file() and path.stat().st_size:
         with open(path, "rb") as file:
             if file.read(len(_PNG)) != _PNG:
-                raise UserError(f"--plot {path}: there is a file of another kind already: name another one")
+                raise UserError(f"--plot {path}: a file of another kind exists already: name another one")
 
 
 def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:

@@ -25,9 +25,9 @@ from data_prep.sample.survey import UNITS, Measure, Survey, survey_part
 from smlp.cli.numbers import real, whole
 from smlp.errors import UserError
 
-DESCRIPTION = """A part of the documents, drawn by the hashes of their texts, mixed by weights, split into train, valid
-and test. The same document is drawn, or held out, whatever files it stands in; a smaller fraction is a part of a larger
-one; documents with the same text go to the same split."""
+DESCRIPTION = """Draw a part of the documents by the hashes of their texts, mix sources by weights, and split them into
+train, valid and test. The same document is drawn, or held out, whatever file it is in; a smaller fraction is a part of
+a larger one; documents with the same text go to the same split."""
 EPILOG = """examples:
   smlp data sample --in data/unique --out data/tenth --fraction 0.1
   smlp data sample --in data/unique --out data/mixed --budget 100M --unit words --weights wiki=3,books=1 --repeat

@@ -128,7 +128,7 @@ def make_plan(
 
     number = sum(len(rows) for rows, _, _ in in_fraction())
     if number == 0:
-        raise UserError(f"--fraction {fraction} of the documents leaves none")
+        raise UserError(f"--fraction {fraction} leaves no documents")
 
     def by_split() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         return ((rows["split"], np.ones(len(rows), np.int64), places) for rows, places, _ in in_fraction())

@@ -41,7 +41,7 @@ from smlp.text.tokenizer_files import DICTIONARY, ENCODER_JSON, SENTENCEPIECE_MO
 
 GPT2 = "gpt2"
 SAMPLE_BYTES = 50_000_000
-DESCRIPTION = """a vocabulary of the training text: a SentencePiece model or byte-level BPE, and fairseq's dict.txt
+DESCRIPTION = """make a vocabulary of the training text: a SentencePiece model or byte-level BPE, and fairseq's dict.txt
 
 Learns from a sample of the documents, drawn by their hashes. Writes sentencepiece.model, or encoder.json and vocab.bpe
 as fairseq's --bpe gpt2 reads them, and dict.txt with every piece of the model; manifest.json says how many tokens a
@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--byte-fallback",
         action="store_true",
-        help="SentencePiece: encode as bytes what has no piece, so that nothing is unknown",
+        help="SentencePiece: encode characters without a piece as bytes, so that nothing is unknown",
     )
     group.add_argument(
         "--encoder-json", type=Path, metavar="FILE", help="gpt2: use this and --vocab-bpe, and train nothing"
@@ -118,11 +118,11 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     given = args.encoder_json, args.vocab_bpe
     if any(given) and (args.kind != GPT2 or not all(given)):
-        raise UserError("--encoder-json and --vocab-bpe are given both or not at all, with --kind gpt2")
+        raise UserError("--encoder-json and --vocab-bpe must be given together, with --kind gpt2")
     if all(given) and args.vocab_size is not None:
-        raise UserError("--vocab-size is of a vocabulary that is trained: --encoder-json has its size")
+        raise UserError("--vocab-size is for training a vocabulary: --encoder-json has a fixed size")
     if args.byte_fallback and args.kind == GPT2:
-        raise UserError("--byte-fallback is of SentencePiece: --kind gpt2 is of bytes anyway")
+        raise UserError("--byte-fallback is for SentencePiece: --kind gpt2 encodes bytes anyway")
 
 
 def _maker(args: argparse.Namespace) -> Callable[[Iterator[str]], dict[str, bytes]]:

@@ -39,7 +39,7 @@ def progress_problems(state: Any, path: str | Path) -> list[str]:
         type(number) is int and isinstance(value, Mapping) for number, value in moments.items()
     )
     if moments is not _ABSENT and not by_parameter:
-        problems.append(f"{path} is damaged: the optimizer's state in it is not kept by parameter")
+        problems.append(f"{path} is damaged: its optimizer state is not stored by parameter")
     return problems
 
 
@@ -63,8 +63,8 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
         lacking = sorted((kinds[_num_dims(of_parameter)] | of_all) - of_parameter.keys())
         if lacking:
             problems.append(
-                f"{path} is damaged: the optimizer's state of parameter {number} lacks {', '.join(lacking)}, which it "
-                "has of others; --reset-optimizer starts with new moments"
+                f"{path} is damaged: the optimizer state of parameter {number} lacks {', '.join(lacking)}, which other "
+                "parameters have; --reset-optimizer starts with new moments"
             )
         elif not _is_step(of_parameter.get("step", 0)):
             problems.append(
@@ -130,7 +130,7 @@ def check_is_ours(state: Any, path: str | Path) -> None:
         UserError: the message names the file.
     """
     if isinstance(state, Mapping) and "expert_ids" in state:
-        raise UserError(f"{path} holds some experts of a checkpoint: name the file of the checkpoint itself")
+        raise UserError(f"{path} holds only some experts of a checkpoint: name the checkpoint's own file")
     is_checkpoint = isinstance(state, Mapping) and isinstance(state.get("model"), Mapping)
     if not is_checkpoint or not isinstance(state.get("cfg"), Mapping):
         raise UserError(f"{path} is not a checkpoint of fairseq-train: it has no model and configuration")
@@ -169,7 +169,7 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     try:
         config = from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
     except (UserError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"the configuration in {path} describes no model that can be built: {error}") from error
+        raise UserError(f"the configuration in {path} does not describe a model that can be built: {error}") from error
     # The configuration may hold any numbers: compare them before anything of these sizes is allocated.
     blocks = {name.split(".")[3] for name in state["model"] if ".core.blocks." in name}
     axis = max(max(tensor.shape, default=0) for tensor in state["model"].values())
@@ -182,7 +182,7 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     ):
         if size > most:
             raise UserError(
-                f"{path} does not fit its configuration ({options.get('_name')}), which has {size:,} {what}: the "
-                f"tensors in it are of {most:,} at most"
+                f"{path} does not fit its configuration ({options.get('_name')}), which has {size:,} {what}: its "
+                f"tensors have at most {most:,}"
             )
     return config

@@ -177,7 +177,7 @@ def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str,
         if name not in _TEXT_FILES:
             raise UserError(f"{path} holds the file {name!r}: an export has {', '.join(_TEXT_FILES)} only")
         if not isinstance(tensor, LazyTensor) or tensor.dtype != torch.uint8:
-            raise UserError(f"{path} is a damaged export: {name} in it is no file")
+            raise UserError(f"{path} is a damaged export: {name} in it is not a file")
     return new_state(cfg, model, [history]), files
 
 

@@ -95,7 +95,7 @@ class ExpertIndex:
         # a damaged index may hold any num_experts, so no list of that length is made
         if held != list(range(len(held))) or len(held) != index.num_experts:
             listed = f"experts {held}" if len(held) <= _SHOWN else f"{len(held)} experts"
-            raise UserError(f"the index of {path} lists {listed} where there are {index.num_experts}")
+            raise UserError(f"the index of {path} lists {listed}, but there are {index.num_experts}")
         return index
 
 
@@ -145,8 +145,8 @@ def size_problem(path: str | Path, part: Part) -> str | None:
     file = Path(path).parent / part.file
     if not file.exists():
         return (
-            f"{file}, with experts {part.experts()} of {path}, is missing: a checkpoint of several ranks moves "
-            f"together with its {PARTS_FOLDER}/ (smlp checkpoint merge makes one file of it)"
+            f"{file}, with experts {part.experts()} of {path}, is missing: move a checkpoint of several ranks "
+            f"together with its folder {PARTS_FOLDER}/ (smlp checkpoint merge makes one file of it)"
         )
     try:
         regular_file(file)
@@ -156,7 +156,7 @@ def size_problem(path: str | Path, part: Part) -> str | None:
     if num_bytes != part.num_bytes:
         return (
             f"{file}, with experts {part.experts()} of {path}, has {num_bytes:,} bytes where the index says "
-            f"{part.num_bytes:,}: it is truncated, or of another checkpoint"
+            f"{part.num_bytes:,}: it is truncated, or belongs to another checkpoint"
         )
     return None
 
@@ -179,7 +179,7 @@ def remove_unused_parts(save_dir: str | Path) -> list[Path]:
         try:
             used |= _folders(checkpoint)
         except Exception as error:  # unpickling arbitrary bytes can raise anything
-            logger.warning(f"unused experts are kept: {checkpoint} cannot be read ({type(error).__name__})")
+            logger.warning(f"unused files of experts are kept: {checkpoint} cannot be read ({type(error).__name__})")
             return []
     removed = sorted(present - used)
     for folder in removed:

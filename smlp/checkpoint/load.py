@@ -213,5 +213,5 @@ def load_language_model(
     """
     model = load_pretrained(path, dictionary, tokenizer, mapped, ranks_for)
     if isinstance(model, MaskedLanguageModel):
-        raise UserError(f"{path} is an encoder, which predicts no next tokens: {what} needs a language model")
+        raise UserError(f"{path} is an encoder, which does not predict next tokens: {what} needs a language model")
     return model

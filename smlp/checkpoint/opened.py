@@ -134,7 +134,7 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
         if found.get(name, shape) != shape
     ]
     problems += [
-        f"{path} does not fit its configuration ({checkpoint.arch}): {name} is of {found_tensor.dtype}, no real numbers"
+        f"{path} does not fit its configuration ({checkpoint.arch}): {name} has type {found_tensor.dtype}, not floats"
         for name, found_tensor in checkpoint.state["model"].items()
         if name in wanted and is_real[name] and not found_tensor.dtype.is_floating_point
     ]
@@ -157,7 +157,10 @@ def _moment_problems(checkpoint: Checkpoint) -> list[str]:
         return []
     for number, of_parameter in moments.items():
         if number >= len(parameters):
-            problems.append(f"{checkpoint.path} has an optimizer state of parameter {number} of {len(parameters)}")
+            problems.append(
+                f"{checkpoint.path} has an optimizer state for parameter {number}, but the model has {len(parameters)} "
+                "parameters"
+            )
             continue
         name, shape = parameters[number][0], tuple(parameters[number][1].shape)
         for moment, value in of_parameter.items():

@@ -43,7 +43,7 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
     """
     target = Path(target)
     if target.name in (DICTIONARY, *TOKENIZER_FILES):
-        raise UserError(f"{target} is the name of a dictionary's or tokenizer's file: write to another file")
+        raise UserError(f"{target} has the name of a dictionary or tokenizer file: write to another file")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
@@ -140,7 +140,7 @@ def _check_optimizer(checkpoint: Checkpoint) -> None:
             shape = tuple(getattr(value, "shape", ()))
             if shape and (number >= len(shapes) or shape[0] != shapes[number][0]):
                 raise UserError(
-                    f"the optimizer's state in {checkpoint.path} does not follow the model's {len(shapes)} parameters "
+                    f"the optimizer state in {checkpoint.path} does not match the model's {len(shapes)} parameters "
                     f"({moment} {number} has shape {shape}), as with --fp16, which joins them: give --no-optimizer"
                 )
 
@@ -208,7 +208,7 @@ def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
             raise UserError(f"{name} is {kinds[0]} in {first.path} and {kinds[1]} in {other.path}")
     for name, tensor in ours.items():
         if not tensor.dtype.is_floating_point and not are_equal(tensor, theirs[name]):
-            raise UserError(f"{name} is not the same in {first.path} and {other.path}, and whole numbers have no mean")
+            raise UserError(f"{name} is not the same in {first.path} and {other.path}, and integers cannot be averaged")
 
 
 def last_checkpoints(folder: str | Path, count: int, by_update: bool, upper_bound: int | None = None) -> list[Path]:

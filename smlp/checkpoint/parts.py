@@ -235,7 +235,7 @@ def open_part(path: str | Path, index: ExpertIndex, part: Part, compare: bool = 
         raise UserError(f"{file}, of {path}, cannot be read ({type(error).__name__})") from error
     if found != (index.token, part.expert_ids):
         raise UserError(
-            f"{file} is no part of {path}: it holds experts {id_range(found[1])} of state {found[0]}, not "
+            f"{file} is not a part of {path}: it holds experts {id_range(found[1])} of state {found[0]}, not "
             f"{part.experts()} of state {index.token}"
         )
     rows = (len(part.expert_ids),)

@@ -87,8 +87,8 @@ def target_config(dense: Checkpoint, arch: str, overrides: Mapping[str, Any]) ->
         raise UserError(f"upcycling supports the routers {', '.join(_INVERSE_GATE)}, not {router}")
     if goal.sparse_block not in _GROWN and not goal.sparse_block == goal.dense_block == "transformer":
         raise UserError(
-            f"upcycling to {arch}: {goal.sparse_block} blocks cannot be made of {goal.dense_block} blocks, only "
-            f"transformer blocks of their like; {' and '.join(_GROWN)} are added to any"
+            f"upcycling to {arch}: {goal.sparse_block} blocks cannot be made from {goal.dense_block} blocks, only "
+            f"transformer blocks from transformer blocks; {' and '.join(_GROWN)} blocks can be added to any model"
         )
     if own.dense_block != goal.dense_block:
         raise UserError(
@@ -109,7 +109,7 @@ def _layer_numbers(dense: Checkpoint, arch: str, goal: ModelConfig, overrides: M
     if grows:
         if given.setdefault("num_dense_layers", total) != total:
             raise UserError(
-                f"{arch} has blocks that no dense model has: all {total} blocks of {dense.path} stay dense, "
+                f"{arch} adds new sparse blocks: all {total} blocks of {dense.path} stay dense, so "
                 f"num_dense_layers cannot be {given['num_dense_layers']}"
             )
     elif len(given) == 1:

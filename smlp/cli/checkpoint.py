@@ -31,7 +31,7 @@ _COMMANDS = {
     "verify": "compare every byte with its checksum, and the tensors with the configuration",
     "merge": "write one file: a checkpoint, or a self-contained export",
     "split": "write experts in parts, for any number of ranks; also from an export",
-    "import": "make a checkpoint to train from of a folder that transformers saved (smlp export --hf)",
+    "import": "make a checkpoint for training from a folder that transformers saved (smlp export --hf)",
     "average": "average the weights of several checkpoints, without the optimizer",
     "upcycle": "make a sparse model that computes the same as a dense one",
 }
@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     merge.add_argument(
         "--export",
         action="store_true",
-        help="weights, configuration, dictionary and tokenizer only, which smlp.load_pretrained reads by itself; "
+        help="write only weights, configuration, dictionary and tokenizer, all that smlp.load_pretrained needs; "
         "always so for OUT.safetensors",
     )
     merge.add_argument("--dict", help="dict.txt for the export, if it is not found")
@@ -217,7 +217,7 @@ def _average(args: argparse.Namespace) -> int:
     elif args.checkpoint_upper_bound is not None:
         raise UserError("--checkpoint-upper-bound is for --num-epoch-checkpoints and --num-update-checkpoints")
     elif len(paths) == 1 and Path(paths[0]).is_dir():
-        raise UserError(f"of the folder {paths[0]}: give --num-epoch-checkpoints N or --num-update-checkpoints N")
+        raise UserError(f"{paths[0]} is a folder: give --num-epoch-checkpoints N or --num-update-checkpoints N")
     target = check_target(args.output, paths, args.force)
     write_one_file(averaged([open_intact(path) for path in paths]), target)
     print(f"mean of {', '.join(str(path) for path in paths)}")

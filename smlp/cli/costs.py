@@ -117,7 +117,7 @@ def _config(args: argparse.Namespace) -> ModelConfig:
         if getattr(args, name) is not None and not config.num_sparse_layers:
             raise UserError(f"--{name.replace('_', '-')} has no effect for {args.arch}, which has no sparse blocks")
     if config.prefix_tokens + 2 > config.max_tokens:
-        raise UserError(f"a context of {config.max_tokens} tokens leaves none to predict: give more --tokens")
+        raise UserError(f"a context of {config.max_tokens} tokens leaves none to predict: raise --tokens")
     return config
 
 

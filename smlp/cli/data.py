@@ -22,13 +22,22 @@ manifest.json. 'smlp data STEP --help' shows the options of each.
 # name: (module, summary). A module has DESCRIPTION, EPILOG, add_options(parser) and run(args) -> exit status.
 STEPS: dict[str, tuple[str, str]] = {
     "fetch": ("data_prep.fetch.command", "download corpora, and turn them into documents"),
-    "clean": ("data_prep.clean.command", "characters, boilerplate, language, length and repetition, rule by rule"),
-    "dedup": ("data_prep.dedup.command", "exact and near duplicates, held-out documents, overlap with zero-shot tasks"),
+    "clean": (
+        "data_prep.clean.command",
+        "clean documents by rules: characters, boilerplate, language, length, repetition",
+    ),
+    "dedup": (
+        "data_prep.dedup.command",
+        "remove exact and near duplicates and held-out documents; find overlap with zero-shot tasks",
+    ),
     "sample": ("data_prep.sample.command", "sample documents, mix sources, split into train, valid, test"),
-    "tokenizer": ("data_prep.tokenize.command", "a SentencePiece model or byte-level BPE, and its dictionary"),
-    "binarize": ("data_prep.binarize.command", "text into fairseq's binary shards"),
-    "glue": ("data_prep.finetuning.glue", "GLUE's tasks, or sentences of your own, for fine-tuning"),
-    "squad": ("data_prep.finetuning.squad", "question answering in SQuAD's JSON, for fine-tuning"),
+    "tokenizer": (
+        "data_prep.tokenize.command",
+        "make a SentencePiece model or byte-level BPE, and its dictionary",
+    ),
+    "binarize": ("data_prep.binarize.command", "encode text as fairseq's binary shards"),
+    "glue": ("data_prep.finetuning.glue", "prepare GLUE's tasks, or sentences of your own, for fine-tuning"),
+    "squad": ("data_prep.finetuning.squad", "prepare question answering in SQuAD's JSON for fine-tuning"),
     "inspect": ("data_prep.inspecting.command", "show what binary data contain, and verify them"),
 }
 

@@ -97,6 +97,8 @@ def read_text(args: argparse.Namespace, model: LanguageModel | MaskedLanguageMod
         wrong = lowest if lowest < 0 else highest
         raise UserError(f"{prefix}.bin holds the id {wrong}, but the model has {vocab_size} symbols, counted from 0")
     num_folders = len(args.data.split(":"))
-    notes = (f"of {num_folders} folders the first one is evaluated, as by fairseq-eval-lm",) if num_folders > 1 else ()
+    notes = (
+        (f"only the first of {num_folders} folders is evaluated, as with fairseq-eval-lm",) if num_folders > 1 else ()
+    )
     original = None if lines is None else original_sizes(lines, stream)
     return EvaluationText(str(prefix), stream, original, notes)

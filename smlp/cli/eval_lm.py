@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="tokens before each sample that the model reads too; they take room from it (default: %(default)s)",
+        help="also read N tokens before each sample, which is that much shorter (default: %(default)s)",
     )
     samples.add_argument(
         "--sample-break-mode",
@@ -94,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--parity",
         action="store_true",
-        help="instead: the loss of {dropless, capacity} x {batch 1, 8} x {1, 2 ranks} on the first "
+        help="compare only the losses of {dropless, capacity} x {batch 1, 8} x {1, 2 ranks} on the first "
         f"{PARITY_TOKENS} tokens (or --limit-tokens); status 1 if dropless ones differ",
     )
 
@@ -142,7 +142,7 @@ def check_options(args: argparse.Namespace) -> None:
     if args.parity and args.spread_experts:
         raise UserError("--parity compares spread experts with others: leave --spread-experts out")
     if args.document != "empty-line" and args.per_document is None:
-        raise UserError("--document is about --per-document, which names the file to write")
+        raise UserError("--document needs --per-document, which names the file to write")
 
 
 def _option(name: str) -> str:
@@ -218,7 +218,7 @@ def _evaluate(
 
     if args.eval_capacity_factor is not None:
         if not capacity_limits(model.decoder):
-            raise UserError(f"--eval-capacity-factor: no expert of {args.path} has a capacity, not in training either")
+            raise UserError(f"--eval-capacity-factor: no expert of {args.path} has a capacity limit")
         limit_capacity(model.decoder, args.eval_capacity_factor)
     max_tokens = args.max_tokens
     if max_tokens is None and args.batch_size is None:

@@ -151,7 +151,7 @@ def _train_options(text: str) -> tuple[str, ...]:
         raise UserError(f"--train-options {text!r}: {error}") from None
     for word in words:
         if word.partition("=")[0] in _OWN:
-            raise UserError(f"--train-options {word}: smlp finetune decides this itself")
+            raise UserError(f"--train-options {word}: smlp finetune sets this itself")
     return words
 
 
@@ -159,7 +159,8 @@ def _distinct(option: str, values: list[float], least: float, most: float) -> li
     for value in values:
         if not least <= value <= most or (option == "--lr" and value == 0):  # also refuses NaN
             raise UserError(
-                f"{option} {value}: numbers {'above' if option == '--lr' else 'from'} {least} to {most:,} work"
+                f"{option} must be {'above' if option == '--lr' else 'at least'} {least} and at most {most:,}, "
+                f"got {value}"
             )
     if len(set(values)) < len(values):
         raise UserError(f"{option} {' '.join(map(str, values))}: a value is given twice")

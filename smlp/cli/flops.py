@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--batch", **whole(1, MOST_SIZE), default=2, help="B, sequences (default: %(default)s, as in the paper)"
     )
     parser.add_argument("--experts", **whole(1, MOST_SIZE), help="E to build --arch with (default: the architecture's)")
-    parser.add_argument("--world-size", **whole(), help="W, ranks that share the experts out")
+    parser.add_argument("--world-size", **whole(), help="W, ranks among which the experts are divided")
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
 
 

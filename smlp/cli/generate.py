@@ -98,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--num-return", type=int, default=1, metavar="N", help="texts for each prompt (default: 1)")
     output.add_argument("--batch-size", **whole(), help=f"prompts at a time (default: {DEFAULT_BATCH})")
     output.add_argument(
-        "--output", metavar="FILE", help="write JSON lines, one for each text, there ('-' for standard output)"
+        "--output", metavar="FILE", help="write JSON lines to this file, one for each text ('-' for standard output)"
     )
 
 

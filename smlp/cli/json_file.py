@@ -72,7 +72,7 @@ def check_output(option: str, path: str) -> None:
             raise UserError(f"{option} {path} is a folder: name a file to write")
         with open(path if Path(path).is_file() else os.devnull, "rb") as file:
             if file.read(1) not in (b"", b"{", b"["):
-                raise UserError(f"{option} {path}: there is a file of another kind already: name another one")
+                raise UserError(f"{option} {path}: a file of another kind exists already: name another one")
         if not Path(path).parent.is_dir():
             raise UserError(f"cannot write {option} {path}: there is no folder {Path(path).parent}")
         place = path if Path(path).exists() else Path(path).parent
@@ -101,7 +101,7 @@ def check_outputs(**paths: str | None) -> None:
         check_output(option, path)
         other = seen.setdefault(Path(path).resolve(), option)
         if other != option:
-            raise UserError(f"{other} and {option} both name {path}: one would be lost")
+            raise UserError(f"{other} and {option} both name {path}: one would overwrite the other")
 
 
 def check_not_read(

@@ -122,7 +122,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
             print(f"{count} {what}")
     for counts, what in (
         (found["num_skipped"], "are left out: the model's context cannot hold them"),
-        (found["num_repeated"], "are in the file once more, with the same id, and count once"),
+        (found["num_repeated"], "appear in the file again with the same id and are counted once"),
     ):
         for task, count in counts.items():
             print(f"{task}: {count} records {what}")

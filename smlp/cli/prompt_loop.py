@@ -71,7 +71,7 @@ class PromptLoop:
                 self._set(words[0], words[1] if len(words) > 1 else "")
             print("(" + ", ".join(f"{name} {value}" for name, value in self._settings().items()) + ")")
         else:
-            raise UserError(f"there is no {command}: /help shows what there is")
+            raise UserError(f"there is no command {command}: /help lists the commands")
 
     def _settings(self) -> dict[str, str]:
         limits, stops = self._writer.limits, self._writer.stop

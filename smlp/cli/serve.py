@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--name", help="name of the model for clients (default: the checkpoint's file or folder)")
     group.add_argument(
-        "--api-key", metavar="KEY", help=f"what clients must send (default: the variable {_KEY}, or none)"
+        "--api-key", metavar="KEY", help=f"key that clients must send (default: the variable {_KEY}, or none)"
     )
     limits = parser.add_argument_group("limits")
     limits.add_argument(
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         **whole(1, MOST),
         metavar="N",
-        help="most new tokens of a text that a request may ask for (default: the model's context)",
+        help="limit on the new tokens of a text that a request may ask for (default: the model's context)",
     )
 
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args)
     config = model.decoder.config
     if config.is_leaky:
-        raise UserError("a model with feature_routing=leaky needs the tokens that it is to write, so it cannot write")
+        raise UserError("a model with feature_routing=leaky reads the tokens that it predicts: it cannot generate text")
     drop_nothing(model.decoder)
     banned = banned_tokens(model.vocabulary)
     engine = Engine(model.decoder.eval(), model.tokenizer, banned, args.max_texts, args.max_queue)
@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     host, port = listener.getsockname()[:2]
     if not _is_loopback(host) and api_key is None:
         print(
-            f"smlp: warning: everybody who reaches {host} can use the model: --api-key asks for a key", file=sys.stderr
+            f"smlp: warning: everybody who reaches {host} can use the model: give --api-key to require a key",
+            file=sys.stderr,
         )
     shown = f"[{host}]" if ":" in host else host
     server = uvicorn.Server(

@@ -123,7 +123,7 @@ def with_profile_updates(arguments: list[str]) -> list[str]:
     if num_updates is None:
         return arguments
     if has_option(arguments, _PROFILE_UPDATES):
-        raise UserError(f"{_PROFILE} and {_PROFILE_UPDATES} are one option: give one of the two")
+        raise UserError(f"{_PROFILE} and {_PROFILE_UPDATES} are the same option: give one of the two")
     return [*without_options(arguments, _PROFILE), _PROFILE_UPDATES, str(num_updates)]
 
 
@@ -226,9 +226,9 @@ def read_launch_options(arguments: list[str]) -> LaunchOptions:
     rest = [word for word in without_options(arguments, *_NUMBERS) if word != _DRY_RUN]
     options = LaunchOptions(numbers["--nproc"], numbers["--nodes"], numbers["--gpus-per-node"], dry_run, rest)
     if (options.nodes is None) != (options.gpus_per_node is None):
-        raise UserError("--nodes and --gpus-per-node belong together")
+        raise UserError("--nodes and --gpus-per-node must be given together")
     if options.nodes is not None and not dry_run:
-        raise UserError("--nodes and --gpus-per-node plan a run with --dry-run; srun or torchrun starts it")
+        raise UserError("--nodes and --gpus-per-node only plan a run, with --dry-run; srun or torchrun starts it")
     if options.nodes is not None and options.nproc is not None:
         raise UserError("--nproc is for this machine, --nodes for a plan of others: give one of the two")
     return options

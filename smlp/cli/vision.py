@@ -229,7 +229,9 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model-ema", action="store_true", help="keep a moving average of the weights, and evaluate it")
     _number(group, "--model-ema-decay", share, 0.9998, "share of the average that an update keeps")
-    group.add_argument("--model-ema-warmup", action="store_true", help="let the decay rise in the first updates")
+    group.add_argument(
+        "--model-ema-warmup", action="store_true", help="increase the decay gradually in the first updates"
+    )
     _running_options(parser)
     group = parser.add_argument_group("running")
     _number(group, "--grad-accum-steps", whole(), 1, "batches in an update")
@@ -412,7 +414,9 @@ def import_timm() -> None:
     except ModuleNotFoundError as error:
         raise UserError(f'images need timm: pip install -e ".[vision]" (there is no {error.name})') from None
     except (ImportError, RuntimeError) as error:
-        raise UserError(f"timm cannot be imported ({error}): install torch and torchvision that fit together") from None
+        raise UserError(
+            f"timm cannot be imported ({error}): install matching versions of torch and torchvision"
+        ) from None
 
 
 def _data(args: argparse.Namespace) -> int:
@@ -469,7 +473,7 @@ def _check_backend(backend: str | None) -> None:
 
     if backend not in list_backends(exclude_tags=()):
         raise UserError(
-            f"--torchcompile {backend!r} is no backend of torch.compile; it has {', '.join(list_backends())}"
+            f"--torchcompile {backend!r} is not a backend of torch.compile; there are {', '.join(list_backends())}"
         )
 
 
@@ -520,7 +524,7 @@ def _check_images(args: argparse.Namespace, channels: int | None) -> None:
             raise UserError(f"--{option} {_listed(numbers)}: {about}")
         if channels is not None and numbers is not None and len(numbers) not in (1, channels):
             raise UserError(
-                f"--{option} {_listed(numbers)}: images of {channels} channels need so many numbers, or one"
+                f"--{option} {_listed(numbers)}: images of {channels} channels need {channels} numbers, or one"
             )
     if args.input_size is not None and min(args.input_size) < 1:
         raise UserError(f"--input-size {_listed(args.input_size)}: sizes are at least 1")
@@ -617,7 +621,7 @@ def _options_of(args: argparse.Namespace) -> Namespace:
     options = Namespace(**{name: value for name, value in vars(args).items() if name not in left_out})
     options.model_kwargs = dict(map(_setting, args.model_kwargs))
     if len(options.model_kwargs) < len(args.model_kwargs):
-        raise UserError(f"--model-kwargs {' '.join(args.model_kwargs)}: a setting stands twice")
+        raise UserError(f"--model-kwargs {' '.join(args.model_kwargs)}: a setting is given twice")
     if "workers" in options and options.workers is None:
         options.workers = min(4, num_cores())
     return options
@@ -632,7 +636,7 @@ def _setting(word: str) -> tuple[str, Any]:
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         value = text
     if value is None:  # which timm leaves out
-        raise UserError(f"--model-kwargs {word}: None is no value; leave the setting out")
+        raise UserError(f"--model-kwargs {word}: None is not a value; leave the setting out")
     return name, value
 
 

@@ -107,7 +107,7 @@ def check(args: argparse.Namespace) -> list[str]:
     """
     names = task_names(args.tasks)
     if args.split is not None and len(names) > 1:
-        raise UserError(f"--split {args.split} is for one task, and {len(names)} are asked for: {', '.join(names)}")
+        raise UserError(f"--split {args.split} is for a single task, but {len(names)} are given: {', '.join(names)}")
     if args.fewshot_seed is not None and not args.num_fewshot:
         raise UserError(f"--fewshot-seed {args.fewshot_seed} would not be used: it draws the examples of --num-fewshot")
     args.fewshot_seed = 1 if args.fewshot_seed is None else args.fewshot_seed

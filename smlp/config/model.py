@@ -65,22 +65,24 @@ class MoEConfig:
     spatial_bias_init: float = setting(0.0, "initial value of the sMoE's spatial bias")
     centroid_init_gain: float = setting(0.1, "BASE: gain of the orthogonal initialisation of the experts' centroids")
     base_shuffle: bool = setting(
-        False, "BASE: in training, mix the tokens of the ranks of an expert group before they are assigned"
+        False, "BASE: in training, shuffle tokens among the ranks of an expert group before they are assigned"
     )
     base_gate: str = setting(
-        "sigmoid", "BASE: factor of an expert's output, the sigmoid of the affinity or one", BASE_GATES
+        "sigmoid", "BASE: factor that multiplies an expert's output: the sigmoid of the affinity, or one", BASE_GATES
     )
     base_warmup: float = setting(
-        0.0, "BASE: share of --max-update at whose beginning a random table of token ids routes instead, as in Hash"
+        0.0, "BASE: share of --max-update, from the start, in which a random table of token ids routes, as in Hash"
     )
     base_offset_rate: float = setting(
         0.0,
-        "BASE: keep a number for each expert that evens out the loads of best experts, and add it to the affinities in "
-        "evaluation; each update moves it by at most this share of their spread; 0 for none",
+        "BASE: keep an offset for each expert that balances the loads when each token goes to its best expert, and add "
+        "it to the affinities in evaluation; each update changes it by at most this share of their spread; 0 for none",
     )
     loss_free_rate: float = setting(0.001, "loss_free: step of an expert's bias in an update, up or down")
     loss_free_gate: str = setting(
-        "sigmoid", "loss_free: what scores become, to choose by (with the bias) and as weights (without)", GATES
+        "sigmoid",
+        "loss_free: function of the scores, for choosing experts (with the bias) and for weights (without)",
+        GATES,
     )
     router_freeze: float = setting(1.0, "share of --max-update after which routers are no longer trained; 1 for never")
     capacity_factor: float = setting(
@@ -89,7 +91,7 @@ class MoEConfig:
     eval_capacity_factor: float = setting(0.0, "Switch, GShard: the same in evaluation")
     drop_order: str = setting(
         "position",
-        "Switch, GShard: tokens that stay at an expert over capacity: earlier ones, or those with a higher first gate",
+        "Switch, GShard: which tokens an expert over capacity keeps: earlier ones, or those with a higher first gate",
         DROP_ORDERS,
     )
     load_balance_weight: float = setting(0.01, "Switch, GShard: weight of the load-balance loss")
@@ -97,15 +99,16 @@ class MoEConfig:
     router_jitter: float = setting(0.0, "Switch, GShard: training inputs of the gate are scaled by U(1-j, 1+j)")
     second_expert: str = setting(
         "random",
-        "GShard: the second expert in training; kept with chance 2*gate, drawn by gate, or kept",
+        "GShard: the second expert in training: kept with probability 2*gate, drawn by gate, or always kept",
         SECOND_EXPERTS,
     )
     gate_normalisation: str = setting(
-        "before_drop", "GShard: when the two gates are made to sum to one", GATE_NORMALISATIONS
+        "before_drop", "GShard: when the two gates are normalised to sum to one", GATE_NORMALISATIONS
     )
     hash_kind: str = setting(
         "random",
-        "Hash: experts of token ids, drawn, or balanced by their frequency in training data in mmap format",
+        "Hash: how token ids are assigned to experts: at random, or balanced by their frequency in training data in "
+        "mmap format",
         HASHES,
     )
     hash_seed: int = setting(1, "Hash, and BASE with a warm-up: seed of the random table")

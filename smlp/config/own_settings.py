@@ -34,9 +34,9 @@ def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field[Any]]:
         if kind not in _TYPES:
             raise UserError(f"{where} has type {kind}; it must be int, float, bool or str")
         if "help" not in field.metadata:
-            raise UserError(f"{where} is not made by smlp.extend.setting(default, help)")
+            raise UserError(f"{where} was not made with smlp.extend.setting(default, help)")
         if kind is bool and field.default is not False:
-            raise UserError(f"{where} is true by default; an option can only switch on what is off")
+            raise UserError(f"{where} is true by default; it must be false, because an option can only switch it on")
         full: Any = dataclasses.field(default=field.default, metadata={**field.metadata, "owner": name})
         full.name, full.type = f"{name}_{field.name}", _TYPES[kind]
         fields[full.name] = full

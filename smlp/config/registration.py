@@ -54,7 +54,7 @@ def register(table: Registry[Any], name: str, base: type[ModelPart]) -> Callable
     def enter(kind: _K) -> _K:
         what = f"{table.what} {name!r} ({getattr(kind, '__qualname__', kind)})"
         if not (isinstance(kind, type) and issubclass(kind, base)):
-            raise UserError(f"{what} is no {base.__name__}")
+            raise UserError(f"{what} is not a subclass of {base.__name__}")
         if inspect.isabstract(kind):
             raise UserError(f"{what} lacks {', '.join(sorted(kind.__abstractmethods__))}")
         if kind.settings is not None:
@@ -79,7 +79,7 @@ def register_architecture(name: str, like: str | None = None, **settings: Any) -
         UserError: the name is taken; ``like`` or a setting is unknown.
     """
     if like is not None and like not in ARCHITECTURES:
-        raise UserError(f"architecture {name!r} is to be like {like!r}, which there is not")
+        raise UserError(f"architecture {name!r} builds on {like!r}, which does not exist")
     for unknown in settings.keys() - all_settings().keys():
         raise UserError(f"architecture {name!r} has an unknown setting {unknown!r}")
     base = {} if like is None else ARCHITECTURES[like]
@@ -91,7 +91,7 @@ def _check_settings(table: Registry[Any], name: str, settings: type, what: str) 
     others = own_fields()
     for full in fields_of(name, settings):
         if full in SETTINGS or full in TASK_OPTIONS or (full in others and others[full].metadata["owner"] != name):
-            raise UserError(f"{what}: its setting {full!r} has the name of another setting")
+            raise UserError(f"{what}: its setting {full!r} has the same name as another setting")
     for other in (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS):
         theirs = other[name].settings if name in other and other is not table else None
         if theirs is not None and _origin_of(theirs) != _origin_of(settings):

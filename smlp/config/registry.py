@@ -48,7 +48,7 @@ class Registry(Mapping[str, _T], Generic[_T]):
             raise UserError(f"{self.what} {name!r}: a name has lower-case letters, digits and underscores only")
         if name in self._parts and self._parts[name][1] != origin:
             raise UserError(
-                f"{self.what} {name!r} of {origin} is there already, from {self._parts[name][1]}: choose another name"
+                f"{self.what} {name!r} of {origin} is already registered by {self._parts[name][1]}: choose another name"
             )
         self._parts[name] = part, origin
 

@@ -116,7 +116,7 @@ def experts_per_rank(config: ModelConfig, world_size: int | None = None) -> int:
     num_experts = config.num_experts
     if num_experts % world_size and world_size % num_experts:
         raise UserError(
-            f"{num_experts} experts cannot be shared out among world_size={world_size} ranks: "
+            f"{num_experts} experts cannot be divided among world_size={world_size} ranks: "
             "one number must divide the other"
         )
     return max(num_experts // world_size, 1)

@@ -88,7 +88,7 @@ def leak_test(
     config = decoder.config
     for dtype in dtypes:
         if dtype not in TOLERANCE:
-            raise UserError(f"a leak test in {dtype} is not known: {', '.join(map(str, TOLERANCE))} are")
+            raise UserError(f"a leak test cannot run in {dtype}, only in {', '.join(map(str, TOLERANCE))}")
     positions = default_positions(config.max_tokens) if positions is None else positions
     if not positions or not all(0 < position < config.max_tokens for position in positions):
         raise UserError(

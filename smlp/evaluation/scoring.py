@@ -109,7 +109,8 @@ def score_samples(
         for places_K, log_probs_K in their_parts:
             if np.isnan(log_probs_K).any():
                 raise UserError(
-                    f"the model's predictions of {np.isnan(log_probs_K).sum()} tokens are NaN: is it whole?"
+                    f"the model's predictions of {np.isnan(log_probs_K).sum()} tokens are NaN: is the checkpoint "
+                    "damaged?"
                 )
             log_probs_N[places_K] = log_probs_K
         total.num_choices += theirs.num_choices

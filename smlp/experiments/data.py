@@ -63,7 +63,7 @@ def dictionary_size(experiment: Experiment, data: str | None) -> int:
     size = experiment.text.vocab_size if experiment.text else experiment.vocab_size
     if size is None:
         raise UserError(
-            f"{experiment.path}: data {experiment.data} is not there: for a dry run without it, say vocab_size"
+            f"{experiment.path}: data {experiment.data} does not exist: for a dry run without it, set vocab_size"
         )
     return size
 

@@ -229,15 +229,15 @@ def read_data(path: Path, metric: str | None = None) -> TaskData:
         return TaskData(path, task, "f1", subsets, rows, None, digest)
     task, classes = manifest["settings"]["task"], manifest["classes"] or []
     if metric is None and task not in TASKS:
-        what = "no task of GLUE" if task is None else f"the unknown task {task!r}"
-        raise UserError(f"{path} is of {what}: give --metric, one of {', '.join(GLUE_METRICS)}")
+        what = "names no GLUE task" if task is None else f"names the unknown task {task!r}"
+        raise UserError(f"{path} {what}: give --metric, one of {', '.join(GLUE_METRICS)}")
     metric = metric or TASKS[task].metric
     if (metric == "pearson_and_spearman") == bool(classes):
         raise UserError(
             f"--metric {metric}: {path} has {f'{len(classes)} classes' if classes else 'numbers to predict'}"
         )
     if metric in ("mcc", "acc_and_f1") and set(classes) != {"0", "1"}:
-        raise UserError(f"--metric {metric} is of the labels 0 and 1, but {path} has {', '.join(classes)}")
+        raise UserError(f"--metric {metric} needs the labels 0 and 1, but {path} has {', '.join(classes)}")
     return TaskData(path, task, metric, subsets, rows, len(classes), digest)
 
 
@@ -265,7 +265,7 @@ def read_encoder(path: Path, data: TaskData, allows_other_dictionary: bool = Fal
     for name, digest in made_with.items():
         beside = path.parent / Path(name).name
         if name != DICTIONARY and beside.is_file() and hashlib.sha256(beside.read_bytes()).hexdigest() != digest:
-            raise UserError(f"{data.path} was made with another {name} than {beside}, which the checkpoint has")
+            raise UserError(f"{data.path} was made with another {name} than the checkpoint's {beside}")
     base, own = flatten(preset(arch)), flatten(config)
     overrides = {name: value for name, value in own.items() if value != base[name] and name not in _NOT_OF_ENCODER}
     return PretrainedEncoder(path, arch, overrides, config, checkpoint.num_updates, _sha256(checkpoint.paths))

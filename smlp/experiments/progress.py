@@ -183,7 +183,7 @@ def _status_of(folder: Folder, name: str, updates: int, is_over: bool) -> dict[s
         if found.updates >= updates:
             what = "trained"
         elif is_over and state.get("submitted"):
-            what, message = STOPPED, f"its job has ended: {folder.path / 'slurm' / 'logs'}"
+            what, message = STOPPED, f"its job has ended: see {folder.path / 'slurm' / 'logs'}"
         elif found.updates:
             what = RUNNING
     elif what == RUNNING and not folder.is_locked():

@@ -149,13 +149,14 @@ def _check_numbers(experiment: Experiment) -> None:
     num_runs = num_models * (len(experiment.seeds) + (len(tuning.values) if tuning else 0))
     if num_runs > _MOST_RUNS:
         raise UserError(
-            f"{experiment.path}: these are {num_runs:,} runs of {num_models:,} models: at most {_MOST_RUNS:,}"
+            f"{experiment.path}: {num_runs:,} runs of {num_models:,} models are too many: at most {_MOST_RUNS:,} are "
+            "allowed"
         )
     threads = (resources.threads or 1) * (resources.jobs or 1) * resources.ranks
     if resources.where == "local" and threads > _MOST_THREADS:
         raise UserError(
             f"{experiment.path}: run.threads, run.jobs and run.ranks make {threads:,} threads at a time: at most "
-            f"{_MOST_THREADS:,}"
+            f"{_MOST_THREADS:,} are allowed"
         )
 
 
@@ -247,7 +248,7 @@ def _models(top: Section) -> tuple[ModelEntry, ...]:
             if setting in RESERVED:
                 raise own.error(setting, f"is the same for all models; use instead: {RESERVED[setting]}")
             if value is None:
-                raise own.error(setting, f"has no value; leave it out for that of {arch}")
+                raise own.error(setting, f"has no value; leave it out to keep that of {arch}")
         entries.append(ModelEntry(name, arch, overrides, recipe))
     check_names(top.path, entries)
     return tuple(entries)
@@ -291,7 +292,7 @@ def _evaluation(section: Section, updates: int) -> EvaluationPlan:
     options = zeroshot.settings()
     if not folder and (has_tasks or options):
         given = ", ".join([*(["tasks"] if has_tasks else []), *options])
-        raise zeroshot.error("data", f"(the folder of the tasks) is missing, and there is {given}")
+        raise zeroshot.error("data", f"(the folder of the tasks) is missing, but {given} is given")
     found = EvaluationPlan(
         validations=section.count("validations", min(8, updates)),
         subsets=tuple(str(name) for name in section.values("subsets", ["valid"])),

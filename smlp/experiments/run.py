@@ -186,7 +186,7 @@ def _is_over(folder: Folder, run: PlannedRun) -> bool:
     before = own.state().get("submitted", [])  # updates at each submission; no job of the experiment is in the queue
     if len(before) < 2 or reached(own.log).updates > before[-2]:
         return False
-    own.update_state(state=FAILED, message=f"two jobs did not train it: see {folder.path / 'slurm' / 'logs'}")
+    own.update_state(state=FAILED, message=f"two jobs failed to train it: see {folder.path / 'slurm' / 'logs'}")
     return True
 
 

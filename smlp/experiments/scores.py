@@ -114,8 +114,8 @@ def check_agreement(run: RunFolder, subset: str, num_updates: int, nll: float, t
     said = {point.num_updates: point.bits * math.log(2) for point in valid}.get(num_updates)
     if subset == "valid" and said is not None and abs(said - nll) > tolerance:
         raise UserError(
-            f"{run.path}: {nll:.4f} nats per token on {subset}, but the training's last validation, of update "
-            f"{num_updates}, said {said:.4f}"
+            f"{run.path}: {nll:.4f} nats per token on {subset}, but the last validation in training, after update "
+            f"{num_updates}, gave {said:.4f}"
         )
 
 

@@ -31,7 +31,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if key_node.tag == _MERGE:
                 raise yaml.MarkedYAMLError(
-                    problem="'<<' is not understood: write the settings out", problem_mark=key_node.start_mark
+                    problem="'<<' is not supported: write the settings out", problem_mark=key_node.start_mark
                 )
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, (str, int, float, bool)):
@@ -55,9 +55,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}") from None
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path}{line}: {error.problem or 'no YAML'}") from None
+        raise UserError(f"{path}{line}: {error.problem or 'not YAML'}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise UserError(f"{path} is nested too deep") from None
     except ValueError as error:  # an impossible date or number
@@ -67,11 +67,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise UserError(f"{path}: an alias is used inside its own value") from None
     except UnicodeEncodeError as error:
-        raise UserError(f"{path}: {shown(error.object)} holds half of a surrogate pair, which is no text") from None
+        raise UserError(f"{path}: {shown(error.object)} has a lone surrogate, which is not Unicode text") from None
     if num_values > _MOST_VALUES:
         raise UserError(f"{path} has {num_values:,} values with aliases expanded; at most {_MOST_VALUES:,} are read")
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds {_kind(content)}, where names with values are expected")
+        raise UserError(f"{path} holds {_kind(content)}; names with values are expected")
     return content
 
 

@@ -206,7 +206,7 @@ def real_sample(task: Any) -> Any:
     """
     sample = getattr(task, "last_valid_sample", None)
     if sample is None:
-        raise UserError("there are fewer batches to validate on than ranks: give a smaller --batch-size or fewer ranks")
+        raise UserError("validation has fewer batches than ranks: give a smaller --batch-size or fewer ranks")
     return sample
 
 

@@ -84,7 +84,7 @@ def compare_optimizers(filename: str, trainer: Any, asked: dict[str, Any]) -> No
     if names and trainer.is_data_parallel_master:
         kept, given = (", ".join(f"{name}={some[name]}" for name in names) for some in (now, asked))
         logger.warning(
-            f"the optimizer continues with {kept} of {filename}, not with {given} of this command: to change that, "
+            f"the optimizer continues with {kept} from {filename}, not with {given} from this command: to change that, "
             "give --optimizer-overrides"
         )
 
@@ -103,4 +103,4 @@ def _keep_brought_along(trainer: Any, then: ModelConfig, now: ModelConfig, filen
             setattr(options, name, made_with[name])
     if trainer.is_data_parallel_master:
         shown = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in unused.items())
-        logger.warning(f"{shown} has no effect: tokens go to experts by the table that {filename} brings along")
+        logger.warning(f"{shown} has no effect: the table in {filename} assigns tokens to experts")

@@ -144,7 +144,7 @@ def check_folder(directory: str | Path) -> None:
     """Raise ``UserError`` if a data directory is missing, or its files cannot be listed and opened."""
     try:
         if not str(directory):
-            raise UserError("one of the data directories has no name: there is a colon too many between them")
+            raise UserError("one of the data directories has no name: there is an extra colon in the list")
         if not Path(directory).is_dir():
             raise UserError(f"there is no data directory {directory}; {how_to_make(directory)}")
         (Path(directory) / "dict.txt").exists()
@@ -161,7 +161,7 @@ def check_dictionary(directory: str | Path) -> None:
     if not path.exists():
         raise UserError(f"the data directory {directory} has no dict.txt; {how_to_make(directory)}")
     check_text(path)
-    lines_of = dict.fromkeys(("<s>", "<pad>", "</s>", "<unk>"), "those that fairseq adds")
+    lines_of = dict.fromkeys(("<s>", "<pad>", "</s>", "<unk>"), "the symbols that fairseq adds")
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             # "SYMBOL COUNT", optionally with fairseq's flag
@@ -170,7 +170,7 @@ def check_dictionary(directory: str | Path) -> None:
             if not count.isdecimal() or len(count) > _MOST_DIGITS or " " not in entry:
                 raise UserError(f"{path}, line {number}: expected 'SYMBOL COUNT', found {line.rstrip()[:40]!r}")
             if symbol in lines_of and not line.rstrip().endswith(_OVERWRITE):
-                raise UserError(f"{path}, line {number}: the symbol {symbol!r} is there already, in {lines_of[symbol]}")
+                raise UserError(f"{path}, line {number}: the symbol {symbol!r} occurs already in {lines_of[symbol]}")
             lines_of[symbol] = f"line {number}"
     check_recorded_file(path)
 
@@ -215,9 +215,7 @@ def check_split(
             if files.num_bytes <= READ_AT_START:
                 for piece in files.pieces(vocab_size):
                     if mask is not None and (piece == mask).any():
-                        raise UserError(
-                            f"{prefix}.bin holds the id {mask}, which stands for <mask> with this dictionary"
-                        )
+                        raise UserError(f"{prefix}.bin holds the id {mask}, which is <mask> in this dictionary")
     except UserError as error:
         if isinstance(error.__cause__, OSError):  # for example, permission denied
             raise

@@ -139,7 +139,7 @@ LIMITS: dict[str, Limit] = {
     "bucket_cap_mb": _POSITIVE,
     "heartbeat_timeout": _OR_OFF,
     "all_gather_list_size": _POSITIVE,
-    "model_parallel_size": Limit(1, 1, "fairseq comes without the library that more need"),
+    "model_parallel_size": Limit(1, 1, "more need a library that fairseq does not include"),
     "nprocs_per_node": _POSITIVE,
     "pipeline_chunks": _NOT_NEGATIVE,
     "localsgd_frequency": _POSITIVE,
@@ -201,8 +201,8 @@ def apply() -> None:
             if asked is None:
                 raise
             raise UserError(
-                f"there is no memory for a tensor of {asked[1]} of the model: lower its widths, or --tokens-per-sample "
-                f"{self.args.tokens_per_sample}"
+                f"there is not enough memory for a tensor of {asked[1]} of the model: lower its widths, or "
+                f"--tokens-per-sample {self.args.tokens_per_sample}"
             ) from error
 
     LanguageModelingTask.build_model = build_model

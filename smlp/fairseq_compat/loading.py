@@ -172,12 +172,12 @@ def check_moments(path: str, trainer: Any) -> None:
             shape = getattr(moments[parameter][kind], "shape", None)
             if shape != parameter.shape:
                 raise UserError(
-                    f"{path} is damaged, or of a longer context: {kind} of parameter {name} is {list(shape or ())}, "
+                    f"{path} is damaged, or has a longer context: {kind} of parameter {name} is {list(shape or ())}, "
                     f"the parameter {list(parameter.shape)}; --reset-optimizer starts with new moments"
                 )
     if without:
         logger.warning(
-            f"{path} has no optimizer state of {len(without)} of {len(learnt)} parameters, {', '.join(without[:3])}"
+            f"{path} has no optimizer state for {len(without)} of {len(learnt)} parameters, {', '.join(without[:3])}"
             f"{', ...' if len(without) > 3 else ''}: their moments start from zero"
         )
 
@@ -192,7 +192,7 @@ def check_arch_of(state: Mapping[str, Any], path: str) -> None:
 
     options = (state.get("cfg") or {}).get("model") or {}
     if "num_sparse_layers" in options and options["_name"] not in ARCH_MODEL_REGISTRY:
-        raise UserError(f"{path} is of an unknown architecture, {options['_name']!r}{ARCHITECTURES.hint}")
+        raise UserError(f"{path} has an unknown architecture, {options['_name']!r}{ARCHITECTURES.hint}")
 
 
 def check_file(path: str) -> None:
@@ -264,7 +264,9 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
     if not cfg.no_last_checkpoints:
         newest = newest_loadable(last)
         if newest is not None:
-            logger.warning(f"{last} does not exist: starting from scratch. To go on from {newest}, use --restore-file")
+            logger.warning(
+                f"{last} does not exist: starting from scratch. To continue from {newest}, use --restore-file"
+            )
     return None
 
 
@@ -329,8 +331,8 @@ def not_resumable(path: str, error: BaseException) -> str:
     """Return the message for a checkpoint whose parts are of another kind than this run's."""
     what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return (
-        f"training cannot resume from {path} ({what}): its optimizer, schedule, meters or weights are of another kind "
-        "than this run's; --reset-optimizer, --reset-lr-scheduler and --reset-meters begin with new ones"
+        f"training cannot resume from {path} ({what}): its optimizer, schedule, meters or weights do not match "
+        "this run's; --reset-optimizer, --reset-lr-scheduler and --reset-meters begin with new ones"
     )
 
 

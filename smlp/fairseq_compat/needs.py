@@ -71,7 +71,7 @@ def check_tools(args: Any) -> None:
     from fairseq.data.plasma_utils import PYARROW_AVAILABLE
 
     if getattr(args, "use_plasma_view", False) and not PYARROW_AVAILABLE:
-        raise UserError("--use-plasma-view needs pyarrow.plasma, which today's pyarrow no longer has: leave it out")
+        raise UserError("--use-plasma-view needs pyarrow.plasma, which current versions of pyarrow lack: leave it out")
     if getattr(args, "profile", False) and not torch.cuda.is_available():
         raise UserError("--profile is for nvprof and needs a GPU: --profile-updates N profiles N updates anywhere")
 
@@ -132,8 +132,8 @@ def _check_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
         raise UserError(f"--cpu-offload needs --ddp-backend fully_sharded, got {distributed.ddp_backend}")
     if distributed.zero_sharding != "none" and num_ranks == 1:
         raise UserError(
-            f"--zero-sharding {distributed.zero_sharding} shares out the optimizer's state among ranks, and this run "
-            "has one: leave it out"
+            f"--zero-sharding {distributed.zero_sharding} divides the optimizer state among ranks, but this run has "
+            "only one: leave it out"
         )
     if getattr(distributed, "pipeline_model_parallel", False):
         raise UserError("--pipeline-model-parallel is for fairseq's pipelines of translation models: leave it out")
@@ -203,11 +203,11 @@ def _check_criterion(cfg: Any) -> None:
         raise UserError("--criterion adaptive_loss needs a model with --adaptive-softmax-cutoff")
     if name == "vocab_parallel_cross_entropy":
         raise UserError(
-            "--criterion vocab_parallel_cross_entropy needs Megatron, which fairseq comes without: leave it out"
+            "--criterion vocab_parallel_cross_entropy needs Megatron, which fairseq does not include: leave it out"
         )
     if made_by in ("fairseq", "smlp") and metric not in _METRICS:
         raise UserError(
-            f"--best-checkpoint-metric {metric} is none that {name} measures: give one of {', '.join(_METRICS[:3])}"
+            f"--best-checkpoint-metric {metric} is not measured by {name}: give one of {', '.join(_METRICS[:3])}"
         )
 
 

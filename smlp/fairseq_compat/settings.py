@@ -94,8 +94,8 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
     config = config_of(cfg.model, vocab_size=2)
     if config is not None and config.follows_progress and not cfg.optimization.max_update:
         raise UserError(
-            f"--router-freeze {config.router_freeze} and --base-warmup {config.base_warmup} are shares of a training: "
-            "give its length by --max-update"
+            f"--router-freeze {config.router_freeze} and --base-warmup {config.base_warmup} are shares of the training "
+            "run: give its length with --max-update"
         )
     if config is not None and not has_cuda and getattr(cfg.optimizer, "_name", None) == "adam":
         check_training(config, group_size)
@@ -238,8 +238,8 @@ def _check_beginning(cfg: Any) -> None:
     others += [f"--{name.replace('_', '-')}" for name in resets if getattr(given, name)]
     if others:
         raise UserError(
-            f"--finetune-from-model {given.finetune_from_model} and {others[0]} are both given: the first takes the "
-            "weights alone of a checkpoint; leave one of the two out"
+            f"--finetune-from-model {given.finetune_from_model} and {others[0]} are both given: the first loads only "
+            "the weights of a checkpoint; leave one of the two out"
         )
 
 
@@ -259,7 +259,7 @@ def check_settings(cfg: Any) -> None:
     if optimizer is not None and optimizer not in _POINTWISE:
         raise UserError(
             f"--optimizer {optimizer} computes something over a whole parameter, which for experts would depend on "
-            f"where they live: give --optimizer adam, {remedy}"
+            f"which ranks hold them: give --optimizer adam, {remedy}"
         )
     refused = {
         "--amp": (cfg.common.amp, "skips updates on single ranks", "--bf16"),

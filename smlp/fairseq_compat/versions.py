@@ -35,5 +35,7 @@ def _broadcast_object(
         torch.distributed.broadcast_object_list(box, src=src_rank, group=group, device=dist_device)
     except RuntimeError as error:
         rank = torch.distributed.get_rank()
-        raise ParallelError(f"rank {rank}: nothing came from rank {src_rank}, which stopped first ({error})") from error
+        raise ParallelError(
+            f"rank {rank} received nothing from rank {src_rank}, which stopped first ({error})"
+        ) from error
     return box[0]

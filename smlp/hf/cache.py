@@ -81,7 +81,9 @@ class SmlpCache(Cache):
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError("a cache of smlp cannot forget its last positions: no assisted generation")
+        raise NotImplementedError(
+            "a cache of smlp cannot drop its last positions, so assisted generation is not possible"
+        )
 
 
 def joined(features: Tensor, shapes: Sequence[int], width: int) -> Tensor:

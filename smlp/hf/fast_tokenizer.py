@@ -58,7 +58,7 @@ def fast_tokenizer(folder: Path, is_bidirectional: bool, start_token: int, max_t
     ours = Tokenizer(vocabulary, model)
     symbols = list(vocabulary.symbols)
     if len(vocabulary.index) < len(symbols):
-        raise UserError(f"{folder / DICTIONARY} has {len(symbols) - len(vocabulary.index)} symbols twice")
+        raise UserError(f"{folder / DICTIONARY} has {len(symbols) - len(vocabulary.index)} duplicate symbols")
     if is_bidirectional:
         special = {"cls_token": _BOS, "sep_token": _EOS, "pad_token": _PAD, "mask_token": MASK}
         single, pair = f"{_BOS} $A {_EOS}", f"{_BOS} $A {_EOS} $B {_EOS}"

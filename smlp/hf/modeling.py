@@ -84,8 +84,8 @@ class _SmlpModel(PreTrainedModel):
         """
         if new_num_tokens not in (None, self.config.vocab_size):
             raise ValueError(
-                f"a model of smlp keeps its {self.config.vocab_size} symbols, got {new_num_tokens}: they are those of "
-                "its dictionary, and tables of routers follow them"
+                f"a model of smlp cannot change its vocabulary from {self.config.vocab_size} to {new_num_tokens} "
+                "symbols: its dictionary and the tables of routers depend on it"
             )
         return self.core.embedding
 
@@ -230,7 +230,9 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         wants_cache = past_key_values is not None or use_cache
         if alignment is not None and alignment.has_padding_after:
             if wants_cache:
-                raise ValueError("what follows padding cannot be continued: pad on the left (padding_side='left')")
+                raise ValueError(
+                    "a sequence that ends in padding cannot be continued: pad on the left (padding_side='left')"
+                )
         elif use_cache is None and not self.training and labels is None:
             wants_cache = self.config.use_cache
         aux_losses: dict[str, Tensor] = {}
@@ -292,7 +294,9 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         """
         config = self.core.config
         if config.is_leaky:
-            raise ValueError("a model with feature_routing=leaky needs the tokens that it is to write, so it cannot")
+            raise ValueError(
+                "a model with feature_routing=leaky reads the tokens that it predicts: it cannot generate text"
+            )
         if config.prefix_tokens and kwargs.get("is_first_iteration"):
             mask = kwargs.get("attention_mask")
             shortest = input_ids.size(1) if mask is None else int(mask.sum(1).min())

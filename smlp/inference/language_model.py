@@ -91,7 +91,7 @@ class LanguageModel(nn.Module):
         pairs = [("", text) if isinstance(text, str) else text for text in ([texts] if alone else texts)]
         for pair in pairs:
             if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
-                raise UserError(f"what is scored must be strings, or pairs of a context and a string, got {pair!r:.80}")
+                raise UserError(f"texts to score must be strings, or pairs of a context and a string, got {pair!r:.80}")
         drop_nothing(self.decoder)
         found = score_texts(self.decoder, self.encoding(newline, fill_prefix), pairs, batch_tokens)
         return found[0] if alone else found
@@ -198,7 +198,7 @@ class LanguageModel(nn.Module):
         if method is None:
             method = method_of(**settings)
         elif settings:
-            raise UserError(f"{', '.join(settings)}: give settings to the method, or no method")
+            raise UserError(f"{', '.join(settings)}: give these settings to the method, or give no method")
         ends = stop_at_eos or isinstance(method, BeamSearch)
         limits = Limits(max_tokens, min_tokens, Vocabulary.eos if ends else None, when_full)
         stops = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)

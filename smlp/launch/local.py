@@ -201,7 +201,7 @@ class _LocalRanks:
             said += [f"rank {rank} had not ended {self.patience:g} seconds later" for rank in self.late]
         elif self.failed != first:
             said.append(f"rank {self.failed} then failed, {_how(self.codes[self.failed])}")
-        said += [f"rank {rank} did not run any more, stopped by a signal such as SIGSTOP" for rank in self.frozen]
+        said += [f"rank {rank} was suspended by a signal such as SIGSTOP" for rank in self.frozen]
         return "; ".join(said)
 
 

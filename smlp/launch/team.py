@@ -51,7 +51,7 @@ class Team:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ParallelError(
-                f"rank {self.rank} has lost another rank ({reason}): see that rank's messages"
+                f"rank {self.rank} lost contact with another rank ({reason}): see that rank's messages"
             ) from None
         return parts
 

@@ -43,7 +43,7 @@ def check_fit(
         )
     for name, tensor in state.items():
         if name in own and own[name].is_floating_point() and not tensor.dtype.is_floating_point:
-            raise UserError(f"the checkpoint is damaged: {name} is of {tensor.dtype}, which are no weights")
+            raise UserError(f"the checkpoint is damaged: {name} has type {tensor.dtype}, not floats")
         if name not in shapes or shapes[name] == tensor.shape:
             continue
         theirs, ours = tuple(tensor.shape), tuple(shapes[name])

@@ -43,8 +43,8 @@ RUN_OPTIONS = [
     option(
         "profile_updates",
         int,
-        f"profile so many updates, after {WARM_UP} that warm up: a Chrome trace of each rank and a table of what each "
-        "component of the model costs",
+        f"profile this many updates after {WARM_UP} warm-up updates: a Chrome trace of each rank and a table of what "
+        "each component of the model costs",
     ),
     option(
         "no_decay_norms",
@@ -56,7 +56,7 @@ RUN_OPTIONS = [
     option(
         "compile",
         bool,
-        "let torch.compile translate the blocks: for GPUs, on which it was never measured; on a CPU, updates take 1.1 "
+        "compile the blocks with torch.compile: for GPUs, on which it was never measured; on a CPU, updates take 1.1 "
         "times as long (docs/torch.md)",
         default=False,
     ),
@@ -77,7 +77,7 @@ RUN_OPTIONS = [
     option(
         "other_dictionary",
         bool,
-        "train on from a checkpoint whose dictionary has the same size as that of the data, but other symbols or "
+        "continue from a checkpoint whose dictionary has the same size as that of the data, but other symbols or "
         "another order; by default this is refused",
         default=False,
     ),

@@ -122,7 +122,7 @@ class RoutedFeatureMoE(FeatureMoE):
         """
         if context.state is not None and self.is_leaky:
             raise UserError(
-                f"{self.name}: leaky routing reads the whole sequence, so text cannot be written token by token with it"
+                f"{self.name}: leaky routing reads the whole sequence, so it cannot generate text token by token"
             )
         z_BnH = self.norm(x_BnH)
         u_BnH = self.spatial_norm(z_BnH)

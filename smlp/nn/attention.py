@@ -129,7 +129,7 @@ class SelfAttention(nn.Module):
             key, value = key_value.chunk(2, dim=1)
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
         else:
-            assert mask is not None, "what has no content has a bias"
+            assert mask is not None, "attention without content scores has a bias"
             shares = F.dropout(mask.softmax(-1), dropout)
             mixed = shares.expand(key_value.size(0), -1, -1, -1) @ key_value
         return mixed.transpose(1, 2).flatten(2)

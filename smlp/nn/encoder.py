@@ -64,7 +64,7 @@ class Encoder(Stack):
 
     def __init__(self, config: ModelConfig, ranks: Ranks | None = None) -> None:
         if not config.is_bidirectional:
-            raise UserError(f"direction={config.direction} makes a language model, and an encoder is bidirectional")
+            raise UserError(f"direction={config.direction} makes a language model; an encoder must be bidirectional")
         super().__init__(config, ranks)
         self.head = MaskedHead(config)
         #: heads for sentences and pairs of sentences, by name

@@ -146,7 +146,7 @@ class Stack(nn.Module):
         prefix = self.config.prefix_tokens
         if self.training and tokens_Bn.size(0) and prefix and tokens_Bn.size(1) <= prefix:
             raise UserError(
-                f"a sequence of {tokens_Bn.size(1)} tokens has none to learn from: the first "
+                f"a sequence of {tokens_Bn.size(1)} tokens leaves none to train on: the first "
                 f"{prefix} only choose experts; give batches with longer sequences"
             )
         if not tokens_Bn.is_meta:

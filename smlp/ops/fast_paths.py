@@ -130,7 +130,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise UserError(
-                "gradients of gradients need the obvious paths: run the forward pass inside smlp.ops.reference_ops()"
+                "gradients of gradients need the reference code: run the forward pass inside smlp.ops.reference_ops()"
             )
         return backward(ctx, *gradients)
 

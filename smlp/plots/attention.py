@@ -140,7 +140,7 @@ def attention_map(model: Stack, text: SeenText, symbols: Sequence[str]) -> Atten
             hook.remove()
     for number, weight_nn in weights_lnn.items():
         if not weight_nn.isfinite().all():
-            raise UserError(f"layer {number}: the tiny attention has weights that are no numbers")
+            raise UserError(f"layer {number}: the tiny attention has weights that are not finite")
     best = torch.stack([weights_lnn[number] for number in layers]).max(dim=0)
     layer_nn = np.array(list(layers))[best.indices.numpy()]
     return AttentionMap(text, [symbols[token] for token in text.ids], list(layers), best.values.numpy(), layer_nn)

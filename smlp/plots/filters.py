@@ -210,7 +210,7 @@ def filter_numbers(layer: SpatialLayer) -> list[FilterNumbers]:
     for index in range(layer.num_matrices):
         weight_TT, bias_T = layer.weight(index), layer.bias(index).astype(np.float64)
         if not (np.isfinite(weight_TT).all() and np.isfinite(bias_T).all()):
-            raise UserError(f"layer {layer.layer} ({layer.kind}): {layer.unit} {index} has weights that are no numbers")
+            raise UserError(f"layer {layer.layer} ({layer.kind}): {layer.unit} {index} has weights that are not finite")
         share = toeplitz_share(weight_TT, layer.is_causal)
         has_weights = not np.isnan(share)
         num_weights = _num_weights(layer.size, layer.is_causal)

@@ -110,7 +110,7 @@ def draw_image_units(state: Mapping[str, torch.Tensor], name: str, out: Path, fi
     files = []
     mixers, gates, stem = token_units(state), gate_rows(state), state.get(_STEM)
     if stem is None or stem.dim() != 4 or not (mixers or gates):
-        raise UserError(f"{name} is no MLP-Mixer or gMLP with tokens on a square: there is nothing to draw")
+        raise UserError(f"{name} is not an MLP-Mixer or gMLP with tokens on a square: there is nothing to draw")
     for block in sorted(mixers)[:NUM_MIXERS]:
         units = mixers[block]
         title = f"{name}, block {block}: hidden units over tokens, low frequencies first, each with its closest inverse"

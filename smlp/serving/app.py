@@ -28,8 +28,8 @@ _LOOK = 0.2  # seconds between two looks at whether a client is still there
 _SHOWN = 80  # most characters of an unknown key
 _GONE = 499  # status for a client that will not read it, as nginx has it
 _NOT_HERE = {
-    "/v1/chat/completions": "these models continue texts and know no conversations: use /v1/completions",
-    "/v1/embeddings": "there are no embeddings here: use /v1/completions",
+    "/v1/chat/completions": "these models only continue texts and do not chat: use /v1/completions",
+    "/v1/embeddings": "embeddings are not available: use /v1/completions",
 }
 #: OpenAI's names of the reasons for which a text ended
 _REASONS = {"end": "stop", "stop": "stop", "length": "length", "context": "length"}

@@ -114,14 +114,14 @@ class RequestReader:
         if num_texts > 1 and sampling.temperature == 0:
             raise RequestError("n", f"n={num_texts} texts of temperature 0 would all be the same")
         if max_tokens == 0 and not echoes:
-            raise RequestError("max_tokens", "max_tokens is 0: that scores a prompt, and needs echo")
+            raise RequestError("max_tokens", "max_tokens=0 only scores the prompt, which needs echo")
         if streams and echoes:
-            raise RequestError("stream", "stream and echo do not go together")
+            raise RequestError("stream", "stream and echo cannot be combined")
         options = given.get("stream_options", {})
         if not isinstance(options, dict) or set(options) - {"include_usage"}:
-            raise RequestError("stream_options", "stream_options may have include_usage alone")
+            raise RequestError("stream_options", "stream_options may only have include_usage")
         if options and not streams:
-            raise RequestError("stream_options", "stream_options is for stream")
+            raise RequestError("stream_options", "stream_options needs stream")
         says_usage = _Keys({name: value for name, value in options.items() if value is not None}).flag("include_usage")
         end = Vocabulary.eos if keys.flag("stop_at_eos") else None
         limits = Limits(max(max_tokens, 1), end=end, when_full="stop")
@@ -225,4 +225,4 @@ def _with_name(name: str | None, work: Callable[[], Any]) -> Any:
     except UserError as error:
         raise RequestError(name or str(error).partition(" ")[0], str(error)) from None
     except UnicodeEncodeError:
-        raise RequestError(name, f"{name} holds half of a surrogate pair, which is no text") from None
+        raise RequestError(name, f"{name} has a lone surrogate, which is not Unicode text") from None

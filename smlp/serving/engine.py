@@ -157,7 +157,7 @@ class Engine:
             waiting = sum(not job.is_cancelled for job in self._waiting)
             if waiting and waiting + len(jobs) > self._most_waiting:
                 raise BusyError(
-                    f"{waiting} prompts wait already, and {len(jobs)} more would exceed {self._most_waiting}: try later"
+                    f"{waiting} prompts are waiting, and {len(jobs)} more would exceed {self._most_waiting}: try later"
                 )
             self._waiting.extend(jobs)
             self._changed.notify()

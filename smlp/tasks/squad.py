@@ -64,7 +64,7 @@ def _check_predictions_file(path: str) -> None:
     """Raise ``UserError`` if answers cannot be written, or the file holds something other than JSON."""
     check_writable(path, "--predictions-file")
     if Path(path).is_file() and Path(path).read_bytes()[:1] not in (b"", b"{"):
-        raise UserError(f"--predictions-file {path}: there is a file of another kind already: name another one")
+        raise UserError(f"--predictions-file {path}: a file of another kind exists already: name another one")
 
 
 class SquadDataset(FairseqDataset):

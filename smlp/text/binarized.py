@@ -129,8 +129,8 @@ def check_older(path_prefix: str | Path) -> None:
     version, code, width, num_sentences, num_sizes = OLDER_HEADER.unpack_from(content)[1:]
     if version != 1 or code not in TOKEN_TYPES or np.dtype(TOKEN_TYPES[code]).itemsize != width:
         raise UserError(
-            f"{index_path} is damaged: version {version}, token type {code} of {width} bytes; version 1 and an integer "
-            "type are known"
+            f"{index_path} is damaged: version {version}, token type {code} of {width} bytes; only version 1 and "
+            "integer types can be read"
         )
     needed = OLDER_HEADER.size + 8 * (2 * (num_sentences + 1) + num_sizes)
     if len(content) != needed or num_sizes != num_sentences or num_sentences == 0:
@@ -275,7 +275,9 @@ def read_header(start: bytes, num_bytes: int, path: Path) -> tuple[np.dtype, int
         raise UserError(f"{path} is not a fairseq index of the mmap kind: it starts with {start[:9]!r}")
     version, code, num_sentences = HEADER.unpack_from(start, len(MAGIC))
     if version != 1 or code not in TOKEN_TYPES:
-        raise UserError(f"{path} has version {version} and token type {code}; version 1 and an integer type are known")
+        raise UserError(
+            f"{path} has version {version} and token type {code}; only version 1 and integer types can be read"
+        )
     if num_sentences == 0:
         raise UserError(f"{path} lists no sentence")
     if num_bytes != (needed := FIRST_LENGTH + 12 * num_sentences):

@@ -86,7 +86,7 @@ class SquadSplit:
             found._check(vocab_size)
         except (OSError, EOFError, ValueError, TypeError, LookupError, zipfile.BadZipFile, RecursionError) as error:
             raise UserError(
-                f"{arrays_path} and {texts_path.name} beside it are damaged, or not of 'smlp data squad' ({error})"
+                f"{arrays_path} and {texts_path.name} beside it are damaged, or not from 'smlp data squad' ({error})"
             ) from None
         return found
 
@@ -141,7 +141,7 @@ def windows_of(split: SquadSplit, max_tokens: int, stride: int, max_question: in
         room = max_tokens - question_length - 3
         if room < 1:
             raise UserError(
-                f"--max-positions {max_tokens} has no room for a context after the {question_length} tokens of "
+                f"--max-positions {max_tokens} leaves no room for a context after the {question_length} tokens of "
                 f"question {split.ids[question]} and 3 symbols: raise it, or lower --max-query-length {max_question}"
             )
         begin = 0

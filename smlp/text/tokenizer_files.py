@@ -65,7 +65,7 @@ class Vocabulary:
             if len(fields) != 2 or not fields[1].isdigit():
                 raise UserError(f"dictionary {path}, line {number}: expected 'symbol count', got {line[:100]!r}")
             if fields[0] in seen and not line.endswith(_OVERWRITE):
-                raise UserError(f"dictionary {path}, line {number}: the symbol {fields[0][:100]!r} is there already")
+                raise UserError(f"dictionary {path}, line {number}: the symbol {fields[0][:100]!r} occurs twice")
             seen.add(fields[0])
             symbols.append(fields[0])
         return cls(symbols)

@@ -140,7 +140,7 @@ class ByteLevelBPE:
         try:
             model = tokenizers.models.BPE(vocab=ids, merges=merges)
         except Exception as error:  # the library has no narrower exception
-            raise UserError(f"{encoder_json} and {VOCAB_BPE} beside it do not fit each other ({error})") from None
+            raise UserError(f"{encoder_json} and {VOCAB_BPE} beside it do not match ({error})") from None
         self._model = tokenizers.Tokenizer(model)
         self._model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._id_O = [vocabulary.unk] * (max(ids.values(), default=0) + 1)
@@ -193,7 +193,7 @@ def kind_of(vocabulary: Vocabulary, model: str | Path | None) -> Kind:
     if model is not None:
         kind = (ByteLevelBPE if Path(model).suffix == ".json" else SentencePieces)(vocabulary, Path(model))
         if kind.num_known == 0:
-            raise UserError(f"no piece of {model} is in the dictionary of {len(vocabulary)} symbols: they do not fit")
+            raise UserError(f"no piece of {model} is in the dictionary of {len(vocabulary)} symbols: they do not match")
         return kind
     missing = ""
     if any(symbol.startswith(WORD_START) for symbol in vocabulary.symbols):

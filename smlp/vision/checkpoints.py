@@ -116,7 +116,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     except Exception as error:  # damaged pickles raise whatever their bytes lead to
         reason = str(error).partition("\n")[0].partition("Weights only load failed")[0]  # and advice that is not safe
         reason = reason and f": {reason}"
-        raise UserError(f"{path} is no checkpoint of timm, or is damaged{reason}") from None
+        raise UserError(f"{path} is not a checkpoint of timm, or is damaged{reason}") from None
     state = content.get("state_dict", content.get("model")) if isinstance(content, dict) else None
     if state is None:
         content = {"state_dict": content}
@@ -181,12 +181,12 @@ def load_weights(
     head = model.pretrained_cfg.get("classifier") or "head"  # type: ignore[union-attr]
     for name in [name for name in own if new_head and name.startswith(f"{head}.")]:
         if name in state and state[name].shape != own[name].shape:
-            print(f"{name}: {path} has another number of classes, so the head starts anew", flush=True)
+            print(f"{name}: {path} has another number of classes, so the head is initialised anew", flush=True)
             state[name] = own[name]
     missing, other = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or other:
         what = f"lacks {missing[0]}" if missing else f"has {other[0]}, which the model lacks"
-        raise UserError(f"{path} is of another model than {args.model}: it {what}")
+        raise UserError(f"{path} belongs to another model than {args.model}: it {what}")
     for name, tensor in own.items():
         if tensor.shape != state[name].shape:
             raise UserError(_misfit(checkpoint, path, args, name, tuple(state[name].shape), tuple(tensor.shape)))
@@ -219,5 +219,5 @@ def trained_with(checkpoint: dict[str, Any], path: str | Path) -> Namespace:
     if "cfg" in checkpoint:
         raise UserError(f"{path} is a checkpoint of fairseq-train, not of an image model")
     if not isinstance(args, Namespace):
-        raise UserError(f"{path} does not say what it was trained with: name the model with --model")
+        raise UserError(f"{path} does not say which model it holds: name it with --model")
     return args

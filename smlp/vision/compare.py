@@ -105,7 +105,7 @@ def check_names(section: Section, names: Iterable[str]) -> None:
     for name in names:
         if not name.strip(" .") or "/" in name or not name.isprintable() or len(os.fsencode(name)) > _MOST_NAME:
             raise section.error(
-                shown(name), f"is no name for folders of runs: up to {_MOST_NAME} bytes that can be printed, without /"
+                shown(name), f"cannot name folders of runs: at most {_MOST_NAME} bytes, printable and without /"
             )
 
 

@@ -38,7 +38,7 @@ class NamedImages(ImageDataset):
             with file, Image.open(file) as opened:
                 image = opened.convert(self.input_img_mode)
         except (OSError, SyntaxError, ValueError) as error:  # Pillow raises SyntaxError for broken PNG files
-            raise UserError(f"{path} does not open as an image ({error}): remove or replace it") from None
+            raise UserError(f"{path} cannot be opened as an image ({error}): remove or replace it") from None
         with said_by_timm(f"--aa and the other options of augmentation, on {path}"):
             return self.transform(image), target
 

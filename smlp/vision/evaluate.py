@@ -135,7 +135,8 @@ def evaluate(args: Namespace) -> dict[str, Any]:
     dataset = open_split(args.data_dir, args.split, args.classes, 3 if args.in_chans is None else args.in_chans)
     if len(dataset.reader.class_to_idx) > model.num_classes:
         raise UserError(
-            f"{dataset.reader.root} has {len(dataset.reader.class_to_idx)} classes, the model {model.num_classes}"
+            f"{dataset.reader.root} has {len(dataset.reader.class_to_idx)} classes, but the model has "
+            f"{model.num_classes}"
         )
     device = Team().device(args.device)
     args.rank, args.world_size, args.distributed = 0, 1, False

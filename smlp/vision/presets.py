@@ -121,7 +121,7 @@ class ImageConfig:
         if self.block == "gmlp":
             require(self.ffn_dim % 2 == 0, f"ffn_dim must be even to be split in halves, got {self.ffn_dim}")
         else:
-            require(self.pool == "mean", f"pool={self.pool} is for block=gmlp: a Mixer's tokens all have a place")
+            require(self.pool == "mean", f"pool={self.pool} is for block=gmlp: a Mixer has no class token")
         groups = self.token_groups
         require(
             self.token_mixing in ("grouped", "views") or groups == 1,

@@ -35,7 +35,7 @@ def run_folder(args: Namespace) -> Path:
     folder = Path(args.output or "output/train") / name
     last = folder / LAST
     if args.rank == 0 and last.exists() and not (args.resume and last.samefile(args.resume)):
-        raise UserError(f"{folder} holds a run already: continue it with --resume {last}, or name another --experiment")
+        raise UserError(f"{folder} already holds a run: continue it with --resume {last}, or name another --experiment")
     return folder
 
 
@@ -85,7 +85,7 @@ class Training:
         self.first_epoch = 0
         if checkpoint is not None:
             if "optimizer" not in checkpoint:
-                raise UserError(f"--resume {args.resume} holds weights alone: start from it with --initial-checkpoint")
+                raise UserError(f"--resume {args.resume} holds only weights: start from it with --initial-checkpoint")
             epoch = resume_checkpoint(self.model, args.resume, self.optimizer, self.scaler, log_info=False)
             self.first_epoch = int(epoch or 0)
         self.average = None

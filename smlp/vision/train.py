@@ -159,14 +159,14 @@ class _Loop(Training):
             (self.folder / _UNFINISHED).unlink(missing_ok=True)
             raise UserError(
                 f"{self.folder}: the checkpoint of epoch {epoch} cannot be written (is the disk full?); those of "
-                "earlier epochs are whole"
+                "earlier epochs are intact"
             ) from error
 
     def _checked(self, loss: Any, epoch: int, number: int) -> float:
         if not math.isfinite(value := float(loss)):
             raise NaNError(
                 f"the training loss is {value} after batch {number + 1} of epoch {epoch}: lower --lr or set "
-                f"--clip-grad; the checkpoints in {self.folder} are those of the epochs before"
+                f"--clip-grad; the checkpoints in {self.folder} are from earlier epochs"
             )
         return value
 

@@ -78,7 +78,7 @@ def change_resolution(
     factor, rest = divmod(new.grid, config.grid)
     require(
         rest == 0,
-        f"img_size={img_size}: {new.grid} patches along a side are no multiple of the {config.grid} at "
+        f"img_size={img_size}: {new.grid} patches along a side are not a multiple of the {config.grid} at "
         f"img_size={config.img_size}, as a Mixer needs",
     )
     new = dataclasses.replace(new, token_dim=factor**2 * config.token_dim)

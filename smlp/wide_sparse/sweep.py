@@ -131,7 +131,7 @@ def read_sweep(path: Path) -> Sweep:
     if data is None or len(models) < 2:
         raise UserError(f"{path}: data and at least two points are needed")
     if similarity is not None and len(series.get(similarity, ())) != 1:
-        raise section.error("similarity", f"must name a series of one point, got {similarity!r}")
+        raise section.error("similarity", f"must name a series with exactly one point, got {similarity!r}")
     return Sweep(
         title or path.stem,
         paper or "",
@@ -167,7 +167,7 @@ def run_sweep(
         with torch.device("meta"):
             model = create_model(args)
         if not isinstance(model, ImageModel):
-            raise UserError(f"{name}: --model {args.model} is timm's; a sweep is of smlp_* models")
+            raise UserError(f"{name}: --model {args.model} is timm's, but a sweep needs smlp_* models")
         facts[name], num_branches[name] = {**counted[name], **_facts(model.config)}, len(branches(model))
         if facts[name][sweep.x] is None:
             raise UserError(f"{name} has no place on the axis x={sweep.x}: its features are not divided into tokens")
@@ -178,7 +178,7 @@ def run_sweep(
                 f"sweep: they may differ by {TOLERANCE:.0%}"
             )
     if sweep.similarity is not None and len(set(num_branches.values())) > 1:
-        raise UserError(f"similarity compares branches of the same number, and the models have {num_branches}")
+        raise UserError(f"similarity needs models with equally many branches, got {num_branches}")
     given = {name: getattr(sweep, name) for name in ("title", "paper", "x", "similarity", "series")}
     more = {"data": sweep.comparison.data, "seeds": sweep.comparison.seeds, "facts": facts}
     status = train_all(

@@ -90,4 +90,4 @@ def compare_language_models(
 
 def _check_norms(config: ModelConfig, name: str) -> None:
     if config.layer_norm == "after":
-        raise UserError(f"{name} has its layer norms after the sublayers: its skip connections are not sums alone")
+        raise UserError(f"{name} has its layer norms after the sublayers, so its skip connections are not plain sums")

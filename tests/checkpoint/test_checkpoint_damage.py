@@ -57,7 +57,7 @@ def _swap(path: Path) -> None:
         (lambda path: os.truncate(path, path.stat().st_size - 500), ["checkpoint_last.pt", "truncated"]),
         (lambda path: _an_expert(path).unlink(), ["experts_2-2.pt", "experts 2 of", "is missing"]),
         (lambda path: os.truncate(_an_expert(path), 999), ["experts_2-2.pt", "has 999 bytes", "truncated"]),
-        (_swap, ["experts_2-2.pt", "is no part of", "experts 2 of state 00000000"]),
+        (_swap, ["experts_2-2.pt", "is not a part of", "experts 2 of state 00000000"]),
         (lambda path: _flip(_an_expert(path), 9000), ["experts_2-2.pt", "damaged", "experts 2 of"]),
     ],
 )
@@ -212,7 +212,7 @@ def _add(path: Path, **values: object) -> None:
 
 #: files that would take far more memory than they have bytes, and what is said of them
 BOMBS = {
-    "experts": (lambda p: _index(p, num_experts=10**9), "where there are 1000000000"),
+    "experts": (lambda p: _index(p, num_experts=10**9), "but there are 1000000000"),
     "compressed": (lambda p: _rewritten(p, data=pickle.dumps(bytes(50_000_000))), "compressed records"),
     "named often": (lambda p: _add(p, x=_nested()), "more than 10,000,000 values"),
     "repeated": (lambda p: _add(p, x=torch.zeros(1).expand(10**11)), "a tensor of shape (100000000000,)"),
@@ -284,7 +284,7 @@ def test_a_damaged_index_is_one_sentence(parts: Path, changes: dict) -> None:
         (lambda s: s.update(optimizer_history="x"), ["optimizer_history is 'x', not a list"]),
         (lambda s: s.update(optimizer_history=["x"]), ["optimizer_history is 'x', not a dictionary"]),
         (lambda s: s.update(last_optimizer_state="x"), ["last_optimizer_state is 'x'"]),
-        (lambda s: s["last_optimizer_state"].update(state="x"), ["not kept by parameter"]),
+        (lambda s: s["last_optimizer_state"].update(state="x"), ["not stored by parameter"]),
         (lambda s: s["last_optimizer_state"]["state"][3].pop("exp_avg"), ["parameter 3 lacks exp_avg, which"]),
         (
             lambda s: [s["last_optimizer_state"]["state"][3].pop(name) for name in ("exp_avg", "exp_avg_sq")],
@@ -312,15 +312,21 @@ def test_what_training_cannot_resume_from_is_named(whole: Path, change, words) -
             lambda s: s["cfg"]["model"].update(ffn_dim=32),
             ["(base_lm_tiny): decoder.core.blocks.1.token_moe.experts.w1 has shape (4, 24, 16), not (4, 32, 16)"],
         ),
-        (lambda s: s["cfg"]["model"].update(num_dense_layers=9000), ["which has 9,001 blocks: the tensors"]),
-        (lambda s: s["cfg"]["model"].update(num_experts=10**9), ["which has 1,000,000,000 experts: the tensors"]),
+        (lambda s: s["cfg"]["model"].update(num_dense_layers=9000), ["which has 9,001 blocks: its tensors"]),
+        (lambda s: s["cfg"]["model"].update(num_experts=10**9), ["which has 1,000,000,000 experts: its tensors"]),
         (lambda s: s["cfg"]["model"].update(tokens_per_sample=10**9), ["which has 1,000,000,000 positions"]),
         (lambda s: s["model"].update({PREFIX + "norm.bias": "x"}), ["norm.bias, which is not a tensor"]),
-        (lambda s: s["cfg"]["model"].update(ffn_dim=-1), ["no model that can be built", "ffn_dim", "-1"]),
-        (lambda s: s["cfg"]["model"].update(ffn_dim=2**63), ["no model that can be built: ffn_dim must be at most 2,"]),
+        (
+            lambda s: s["cfg"]["model"].update(ffn_dim=-1),
+            ["does not describe a model that can be built", "ffn_dim", "-1"],
+        ),
+        (
+            lambda s: s["cfg"]["model"].update(ffn_dim=2**63),
+            ["does not describe a model that can be built: ffn_dim must be at most 2,"],
+        ),
         (
             lambda s: s["cfg"]["model"].update(embed_dim=2**31 - 2),
-            ["does not fit its configuration (base_lm_tiny), which has 2,147,483,646 features: the tensors"],
+            ["does not fit its configuration (base_lm_tiny), which has 2,147,483,646 features: its tensors"],
         ),
         (
             lambda s: s["cfg"]["model"].update(tokens_per_sample="12"),
@@ -335,7 +341,10 @@ def test_what_training_cannot_resume_from_is_named(whole: Path, change, words) -
         (lambda s: s["cfg"]["model"].update(_name=["x"]), ["the name of the architecture must be text, got ['x']"]),
         (lambda s: s["model"].update({PREFIX + "norm.bias": torch.zeros(16).half()}), ["weights of several types"]),
         (lambda s: s["last_optimizer_state"]["state"][3].update(exp_avg=torch.ones(2, 2)), ["exp_avg of", "(2, 2)"]),
-        (lambda s: s["model"].update({PREFIX + "norm.bias": torch.zeros(16).char()}), ["norm.bias is of torch.int8"]),
+        (
+            lambda s: s["model"].update({PREFIX + "norm.bias": torch.zeros(16).char()}),
+            ["norm.bias has type torch.int8, not floats"],
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_the_configuration_are_named(whole: Path, change, words, capsys) -> None:
@@ -367,7 +376,7 @@ PART = "experts/update_6_8bc6f344/experts_0-3.pt"
         (["average", "whole.pt", "-o", "/dev/null", "--force"], ["/dev/null is a device, which is not replaced"]),
         (["merge", "whole.pt", "-o", "n" * 300], ["cannot write", "File name too long"]),
         (["split", "whole.pt", "-o", "n" * 252, "--parts", "2"], ["cannot write", "File name too long"]),
-        (["average", ".", "-o", "x.pt"], ["of the folder .: give --num-epoch-checkpoints N"]),
+        (["average", ".", "-o", "x.pt"], [". is a folder: give --num-epoch-checkpoints N"]),
         (["merge", "bart.pt", "-o", "x.pt"], ["another kind of model (bart)"]),
         (["merge", "taken.pt", "-o", "x.pt"], ["taken.pt", "truncated or not a checkpoint"]),
         (["merge", "other.pt", "-o", "x.pt"], ["not a checkpoint of fairseq-train"]),
@@ -438,7 +447,7 @@ def test_a_dictionary_is_never_written_over(whole: Path, tmp_path: Path, capsys)
     before = (whole.parent / "dict.txt").read_bytes()
     for options in ([], ["--export"]):
         error = refused(capsys, "merge", whole, "-o", whole.parent / "dict.txt", "--force", *options)
-        assert "dict.txt is the name of a dictionary's or tokenizer's file" in error
+        assert "dict.txt has the name of a dictionary or tokenizer file" in error
     words = tmp_path / "words.txt"
     words.write_bytes(before)
     error = refused(capsys, "merge", whole, "-o", words, "--force", "--export", "--dict", words)
@@ -469,10 +478,10 @@ def test_integers_are_no_weights(whole: Path, dtype) -> None:
     shapes = {key: value.shape for key, value in own.items()}
     check_fit(state["model"], own, shapes, decoder.config)
     state["model"][name] = state["model"][name].to(dtype)
-    with pytest.raises(UserError, match=rf"damaged: {name} is of {dtype}"):
+    with pytest.raises(UserError, match=rf"damaged: {name} has type {dtype}, not floats"):
         check_fit(state["model"], own, shapes, decoder.config)
     torch.save(state, whole)
-    with pytest.raises(UserError, match=rf"{name} is of {dtype}, no real numbers"):
+    with pytest.raises(UserError, match=rf"{name} has type {dtype}, not floats"):
         smlp.load_pretrained(whole)
 
 
@@ -483,7 +492,7 @@ def test_integers_are_no_weights(whole: Path, dtype) -> None:
         (["optimizer_history", -1, "num_updates"], 2**70, "num_updates is 1180591620717411303424, but must be"),
         (["extra_state", "train_iterator", "epoch"], 10**15, "epoch is 1000000000000000, but must be"),
         (["extra_state", "previous_training_time"], "long", "previous_training_time is 'long', not a number"),
-        (["last_optimizer_state", "state"], {"a": {}}, "state in it is not kept by parameter"),
+        (["last_optimizer_state", "state"], {"a": {}}, "optimizer state is not stored by parameter"),
         (["last_optimizer_state", "state", 0, "step"], -5, "step of parameter 0 is -5, not a number of at least 0"),
     ],
 )

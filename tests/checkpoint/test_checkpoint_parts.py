@@ -86,7 +86,7 @@ def _rewrite(file: Path, **changes) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda file: file.unlink(), ["experts 0 to 2", "is missing", "moves together with its experts/"]),
+        (lambda file: file.unlink(), ["experts 0 to 2", "is missing", "together with its folder experts/"]),
         (lambda file: os.truncate(file, 1000), ["has 1,000 bytes where the index says", "truncated"]),
         (lambda file: file.write_bytes(bytes(file.stat().st_size)), ["cannot be read"]),
     ],
@@ -102,9 +102,9 @@ def test_unusable_parts_are_named(saved, damage, words) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"token": "00000000"}, ["is no part of", "of state 00000000"]),
-        ({"expert_ids": [1, 2, 3]}, ["is no part of", "experts 1 to 3", "not 0 to 2"]),
-        ({"expert_ids": []}, ["is no part of", "experts none"]),
+        ({"token": "00000000"}, ["is not a part of", "of state 00000000"]),
+        ({"expert_ids": [1, 2, 3]}, ["is not a part of", "experts 1 to 3", "not 0 to 2"]),
+        ({"expert_ids": []}, ["is not a part of", "experts none"]),
         ({"tensors": {}}, ["has nothing as", "where the index says float32 (3, "]),
         ({"tensors": {"model/x": torch.ones(3)}}, ["model/decoder.core", "has nothing"]),
     ],
@@ -122,7 +122,7 @@ def test_foreign_parts_are_named(saved, changes, words) -> None:
     ("change", "words"),
     [
         ({"format": 2}, ["format 2", "this version reads 1"]),
-        ({"num_experts": 5}, ["lists experts [0, 1, 2, 3] where there are 5"]),
+        ({"num_experts": 5}, ["lists experts [0, 1, 2, 3], but there are 5"]),
         ({"parts": None}, ["index of experts", "damaged"]),
         ({"surprise": 1}, ["index of experts", "damaged", "surprise"]),
     ],

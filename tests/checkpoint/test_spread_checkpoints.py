@@ -102,7 +102,7 @@ def test_validation_over_ranks_with_other_numbers_of_batches(spread, tiny_data, 
     assert one.rc == two.rc == 0, one.stderr + two.stderr
     found = [re.search(r"valid on 'valid' subset \| loss ([\d.]+) .*ppl ([\d.]+)", run.stdout) for run in (one, two)]
     assert found[0].groups() == found[1].groups()
-    assert too_few.rc == 1 and "fewer batches to validate on than ranks" in too_few.stderr
+    assert too_few.rc == 1 and "validation has fewer batches than ranks" in too_few.stderr
 
 
 def test_restore_file_finetuning_and_resets(spread, tiny_data, tmp_path, run_fairseq_many):

@@ -240,7 +240,7 @@ REFUSED = {
     "alone": (["{data}", "--spread-experts"], "--spread-experts: 1 rank and the 4 experts of"),
     "spread twice": (["{data}", "--parity", "--spread-experts"], "leave --spread-experts out"),
     "unwritable": (["{data}", "--per-document", "{root}/none/x"], "there is no folder {root}/none"),
-    "a mix-up": (["{data}", "--per-document", "{root}/text.txt"], "there is a file of another kind already"),
+    "a mix-up": (["{data}", "--per-document", "{root}/text.txt"], "a file of another kind exists already"),
     "its own input": (["--text", "{root}/[x", "--json", "{root}/[x"], "[x is a file that this command reads: name"),
     "another dictionary": (["{root}/other"], "is not the dictionary of the model"),
     "unknown ids": (["{root}/ids"], "test.bin holds the id 24, but the model has 24 symbols"),

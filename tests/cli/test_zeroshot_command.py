@@ -270,7 +270,7 @@ def test_lines_that_are_there_twice_count_once(model, data, tmp_path, capsys):
     assert twice["num_repeated"] == 6 and twice["num_records"] == 8 and twice["n"] == 6
     assert twice["standard_error"] == once["standard_error"] and twice["num_alike"] == twice["num_shared_ids"] == 0
     printed = capsys.readouterr().out
-    assert "6 records are in the file once more" in printed
+    assert "6 records appear in the file again" in printed
     assert "copa: the first 6 of 8 records, in the order of the file, which is not a random sample; " in printed
     whole = results(tmp_path, model[0], tasks, "--tasks", "copa")[0]["tasks"]["copa"]
     assert (whole["n"], whole["num_alike"], whole["num_shared_ids"]) == (8, 1, 1)
@@ -391,7 +391,7 @@ def test_line_breaks_as_spaces(model, data, tmp_path):
     ("arguments", "words"),
     [
         (["--tasks", "copa,boolq"], ["boolq", "copa, piqa"]),
-        (["--tasks", "copa,piqa", "--split", "train"], ["--split train is for one task, and 2"]),
+        (["--tasks", "copa,piqa", "--split", "train"], ["--split train is for a single task, but 2"]),
         (["--tasks", "copa", "--fewshot-seed", "5"], ["--fewshot-seed 5 would not be used", "of --num-fewshot"]),
         (["--tasks", "copa", "--split", "dev"], ["copa has no split 'dev'", "val, train"]),
         (["--tasks", "copa", "--limit", "0"], ["--limit must be at least 1, got 0"]),

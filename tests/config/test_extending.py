@@ -126,7 +126,7 @@ def test_a_checkpoint_brings_its_settings_and_names_what_is_missing(runs, reader
 def test_fairseq_names_what_is_missing(runs):
     architecture, router = runs["cosine without plugins"], runs["conv without plugins"]
     assert (architecture.rc, router.rc) == (1, 1)
-    assert "is of an unknown architecture, 'cosine_lm_tiny' (one of your own?" in architecture.stderr
+    assert "has an unknown architecture, 'cosine_lm_tiny' (one of your own?" in architecture.stderr
     assert (
         "router must be one of base, switch, gshard, hash, loss_free, got 'cosine' (one of your own?" in router.stderr
     )

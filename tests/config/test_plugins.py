@@ -90,7 +90,7 @@ def test_upcycling_keeps_settings_of_own_blocks_and_refuses_what_it_does_not_kno
     path, decoder = write_checkpoint(tmp_path, [f"w{i}" for i in range(9)], "conv_lm_tiny", **settings)
     sparse = upcycled(open_checkpoint(path), "conv_smlp", {"num_sparse_layers": 1, "num_experts": 2})
     assert sparse.config.own("conv").width == decoder.config.own("conv").width == 5
-    with pytest.raises(smlp.UserError, match="upcycling to conv_moe_tiny: conv blocks cannot be made of conv blocks"):
+    with pytest.raises(smlp.UserError, match="upcycling to conv_moe_tiny: conv blocks cannot be made from conv blocks"):
         target_config(open_checkpoint(path), "conv_moe_tiny", {})
     with pytest.raises(smlp.UserError, match="upcycling supports the routers hash, gshard, switch, base, not cosine"):
         target_config(open_checkpoint(path), "cosine_lm_tiny", {})
@@ -127,10 +127,13 @@ class Free(RouterKind):
 BAD = {
     "syntax": ("def :", ["SyntaxError", "line 1"]),
     "fails": (START + "print(nothing)\n", ["line 10", "NameError", "nothing"]),
-    "taken": (START + "register_router('base')(Free)", ["router 'base'", "Free in", "from smlp", "another name"]),
+    "taken": (
+        START + "register_router('base')(Free)",
+        ["router 'base'", "Free in", "registered by smlp", "another name"],
+    ),
     "name": (START + "register_router('My-Router')(Free)", ["'My-Router'", "lower-case"]),
     "abstract": (START + "@register_router('x')\nclass X(RouterKind): ...", ["'x' (X) lacks build, flops_per_token"]),
-    "no kind": (START + "@register_dense_block('x')\nclass X(Free): ...", ["'x' (X) is no BlockKind"]),
+    "no kind": (START + "@register_dense_block('x')\nclass X(Free): ...", ["'x' (X) is not a subclass of BlockKind"]),
     "no dataclass": (
         START + "@register_router('x')\nclass X(Free):\n  class settings:\n    a: int = 3\n",
         ["settings of 'x'", "not a frozen dataclass"],

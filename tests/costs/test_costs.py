@@ -329,7 +329,7 @@ def test_files_of_another_kind_are_not_written_over(option, tmp_path, capsys):
     mine, pipe = tmp_path / "notes.txt", tmp_path / "pipe"
     mine.write_text("something of value")
     assert main.main([*TINY, option, str(mine)]) == 1
-    assert f"{option} {mine}: there is a file of another kind already" in capsys.readouterr().err
+    assert f"{option} {mine}: a file of another kind exists already" in capsys.readouterr().err
     assert mine.read_text() == "something of value"
     os.mkfifo(pipe)
     if option == "--trace":

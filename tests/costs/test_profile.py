@@ -216,7 +216,7 @@ def test_options_that_make_sense(tmp_path):
         (["--profile", "0"], "--profile needs a number of at least 1, not '0'"),
         (["--profile", "data"], "--profile needs a number of at least 1, not 'data'"),
         (["data", "--profile"], "--profile needs a number of at least 1, not ''"),
-        (["data", "--profile=2", "--profile-updates", "3"], "are one option"),
+        (["data", "--profile=2", "--profile-updates", "3"], "are the same option"),
     ],
 )
 def test_the_number_is_needed(options, said, capsys):

@@ -323,7 +323,7 @@ def test_after_a_kill_the_same_shards_and_no_half_one(sample, tokenizer, tmp_pat
         (["--in", "nothing"], "holds no folder or file train with text"),
         (["--train", "bad.txt", "--format", "lines"], "bad.txt is not UTF-8: byte 0xff at position 6"),
         (["--train", "cut.txt.gz", "--format", "lines"], "cut.txt.gz: "),
-        (["--train", "sample/train/a.jsonl", "--tokenizer", "nowhere"], "--tokenizer nowhere is no folder"),
+        (["--train", "sample/train/a.jsonl", "--tokenizer", "nowhere"], "--tokenizer nowhere is not a folder"),
         (["--train", "sample/train/a.jsonl", "--tokenizer", "sample"], "there is no dictionary file sample/dict.txt"),
         (["--train", "empty.txt", "--format", "lines"], "train is empty"),
     ],

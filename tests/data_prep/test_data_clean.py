@@ -310,7 +310,7 @@ def test_command(tmp_path, capsys):
         (["--min-words", "-1"], "--min-words must be at least 0, got -1"),
         (["--min-probability", "2"], "--min-probability must be at most 1, got 2.0"),
         (["--language-characters", "0"], "--language-characters must be at least 1, got 0"),
-        (["--language", "xx"], "--language 'xx' is none of"),
+        (["--language", "xx"], "--language 'xx' is unknown: choose any or one of"),
         (["--min-words", "9", "--max-words", "8"], "--min-words 9 is above --max-words 8"),
     ],
 )

@@ -426,7 +426,7 @@ def test_a_folder_of_other_work_is_not_touched(source, tmp_path):
     assert run_upper(source, run, {"seed": 2}, restart=True)["settings"] == {"seed": 2}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(UserError, match="holds files of something else"):
+    with pytest.raises(UserError, match="holds other files"):
         run_upper(source, StepRun(tmp_path / "mine"), restart=True)
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
@@ -438,7 +438,7 @@ def test_two_commands_at_once_in_one_folder(source, tmp_path):
     run_upper(source, run)
     with open(run.out / ".state" / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another command is at work"):
+        with pytest.raises(UserError, match="another command is running"):
             run_upper(source, run)
 
 
@@ -589,7 +589,7 @@ def test_out_inside_in_is_refused(tmp_path, capsys, out):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("text")
     assert main(["data", "clean", "--in", str(tmp_path / "in"), "--out", str(tmp_path / out)]) == 1
-    assert "which is read: the next run would read its output" in capsys.readouterr().err
+    assert "the next run would read its own output" in capsys.readouterr().err
 
 
 def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):

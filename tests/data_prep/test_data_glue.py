@@ -314,13 +314,13 @@ def test_scores_of_sts_b_are_from_0_to_5(score, tmp_path, capsys):
 
 REFUSED = {
     "give --task, or --columns": ["--in", "{in}"],
-    "--label goes with --columns": ["--task", "SST-2", "--label", "label", "--in", "{in}"],
+    "--label is only for --columns": ["--task", "SST-2", "--label", "label", "--in", "{in}"],
     "--columns 'a,b,c'": ["--columns", "a,b,c", "--label", "label", "--in", "{in}"],
     "--columns needs --label": ["--columns", "a", "--in", "{in}"],
     "--labels 'x'": ["--columns", "sentence", "--label", "label", "--labels", "x", "--in", "{in}"],
     "give one of the two": ["--columns", "a", "--label", "b", "--labels", "x,y", "--regression", "--in", "{in}"],
     "not both": ["--task", "SST-2", "--in", "{in}", "--train", "{in}/train.tsv"],
-    "no folder": ["--task", "SST-2", "--in", "{in}/gone"],
+    "is not a folder": ["--task", "SST-2", "--in", "{in}/gone"],
     "has no dev_matched.tsv and no dev_mismatched.tsv": ["--task", "MNLI", "--in", "{in}"],
     "--valid: there is no file": ["--task", "SST-2", "--train", "{in}/train.tsv", "--valid", "{in}/gone.tsv"],
     "--train is missing": ["--task", "SST-2", "--valid", "{in}/dev.tsv"],

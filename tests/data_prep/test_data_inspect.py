@@ -224,10 +224,10 @@ def test_places_that_cannot_be_written_are_found_before_the_work(made, tmp_path,
     for arguments, words in [
         (["--json", tmp_path], f"--json {tmp_path} is a folder: name a file"),
         (["--json", tmp_path / "no" / "a.json"], f"there is no folder {tmp_path / 'no'}"),
-        (["--json", other], f"--json {other}: there is a file of another kind"),
+        (["--json", other], f"--json {other}: a file of another kind exists"),
         (["--plot", tmp_path], f"--plot {tmp_path} is a folder: name a file"),
         (["--plot", tmp_path / "no" / "a.png"], f"there is no folder {tmp_path / 'no'}"),
-        (["--plot", other], f"--plot {other}: there is a file of another kind"),
+        (["--plot", other], f"--plot {other}: a file of another kind exists"),
         (["--plot", both, "--json", both], f"--json and --plot both name {both}"),
     ]:
         assert inspect(made, *arguments) == 1

@@ -220,7 +220,7 @@ def test_the_remedy_of_a_mistake_can_be_followed(corpus, tmp_path, capsys):
         (["--fraction", "1e-19"], "--fraction must be at least 8.67"),
         (["--seed", str(2**63)], "--seed must be at most 9,223,372,036,854,775,807, got 9223372036854775808"),
         (["--seed", str(-(2**63) - 1)], "--seed must be at least -9,223,372,036,854,775,808, got -9223372036854775809"),
-        (["--fraction", "1e-12"], "--fraction 1e-12 of the documents leaves none"),
+        (["--fraction", "1e-12"], "--fraction 1e-12 leaves no documents"),
         (["--valid", "0.0001"], "--valid 0.0001 of 400 documents is less than one document"),
         (["--valid", "0.5", "--test", "0.5"], "leave nothing to train on of 400 documents"),
         (["--valid", "1"], "--valid must be below 1, got 1.0"),

@@ -108,10 +108,10 @@ def set_in(row, name, value):
 
 
 BAD = {
-    "question 000000000000000000000000: the answer '2,850 km' does not stand at character 15": lambda data: set_in(
+    "question 000000000000000000000000: the answer '2,850 km' is not at character 15": lambda data: set_in(
         first_question(data)["answers"][0], "answer_start", 15
     ),
-    "the answer '2,850 km long' does not stand at character -1": lambda data: (
+    "the answer '2,850 km long' is not at character -1": lambda data: (
         set_in(first_question(data)["answers"][1], "answer_start", -1),
         set_in(first_paragraph(data), "context", RIVER.replace("long", "wide")),
     ),
@@ -158,16 +158,16 @@ def test_a_later_answer_off_by_one_is_named_and_kept(tokenizer, tmp_path, capsys
     first_question(data)["answers"][1]["answer_start"] -= 1
     (tmp_path / "a.json").write_text(json.dumps(data))
     assert squad("--valid", tmp_path / "a.json", "--tokenizer", tokenizer, "--out", tmp_path / "out") == 0
-    assert "the answer '2,850 km long' does not stand at character 12" in capsys.readouterr().out
+    assert "the answer '2,850 km long' is not at character 12" in capsys.readouterr().out
     assert load(tmp_path / "out", "valid", tokenizer).answers[0] == ["2,850 km", "2,850 km long"]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b"{", "is no JSON of SQuAD"),
-        ("a.json", b'{"data": "\xe9"}', "is no JSON of SQuAD"),
-        ("a.json", b"[" * 100_000, "is no JSON of SQuAD"),
+        ("a.json", b"{", "is not SQuAD's JSON"),
+        ("a.json", b'{"data": "\xe9"}', "is not SQuAD's JSON"),
+        ("a.json", b"[" * 100_000, "is not SQuAD's JSON"),
         ("a.json", b"[1]", "'data' must be a list, but is missing"),
         ("a.json.gz", gzip.compress(b'{"data": []}' * 99, mtime=0)[:-9], "it is damaged"),
         ("a.json.xz", b"no xz", "it is damaged"),

@@ -190,11 +190,11 @@ def test_byte_level_and_given_files(corpus, tmp_path, capsys):
     assert tokenizer.decode(tokenizer.encode(" ünder\t")) == " ünder\t"
     capsys.readouterr()
     for arguments, words in [
-        (["--kind", "gpt2", *given[:2]], "are given both or not at all"),
-        (["--kind", "gpt2", *given, "--vocab-size", 300], "--vocab-size is of a vocabulary that is trained"),
+        (["--kind", "gpt2", *given[:2]], "must be given together"),
+        (["--kind", "gpt2", *given, "--vocab-size", 300], "--vocab-size is for training a vocabulary"),
         (["--kind", "gpt2", *given, "--pad-to", 303], "--pad-to 303 is less than the 304 symbols"),
         (["--kind", "gpt2", "--vocab-size", 255], "at least 256 for byte-level BPE, not 255"),
-        (["--kind", "gpt2", "--byte-fallback"], "--byte-fallback is of SentencePiece"),
+        (["--kind", "gpt2", "--byte-fallback"], "--byte-fallback is for SentencePiece"),
         (["--sample-bytes", 0], "--sample-bytes must be at least 1, got 0"),
         (["--seed", -1], "--seed must be at least 0, got -1"),
         (["--vocab-size", 10], "vocabulary size 10 is too small: the training text has"),

@@ -102,7 +102,7 @@ def test_a_date_that_is_not_finished_and_a_job_that_is_not_there(server, wiki, t
     assert "the job 'articles' is not finished there, its status is 'in-progress'" in capsys.readouterr().err
     wiki.write_text(wiki.read_text().replace('"articles"', '"abstracts"'))
     assert run(wiki, "--set", "wiki.date=20260101", "--out", tmp_path / "new", *QUICK) == 1
-    assert "is no status of a dump with the job 'abstracts'" in capsys.readouterr().err
+    assert "is not the status of a dump with the job 'abstracts'" in capsys.readouterr().err
     assert run(wiki, "--set", "date=20250101", "--out", tmp_path / "other", *QUICK) == 1
     assert "dumpstatus.json: the server answers 404" in capsys.readouterr().err
 
@@ -173,7 +173,7 @@ def test_text_in_files_of_some_size_whatever_the_workers(server, tmp_path, capsy
     assert sum(row["documents"] for row in rows) == 303
     server.files["b/SHA256SUMS"] = b"<html>not what you think</html>"
     assert run(source, "--out", tmp_path / "three", *QUICK) == 1
-    assert "SHA256SUMS is no list of checksums: it has the line '<html>" in capsys.readouterr().err
+    assert "SHA256SUMS is not a list of checksums: it has the line '<html>" in capsys.readouterr().err
 
 
 def test_a_long_part_goes_on_after_the_files_that_it_had_written(server, tmp_path, monkeypatch):
@@ -270,7 +270,7 @@ def test_documents_are_not_written_into_what_is_read(tmp_path, capsys):
         for dry in ([], ["--dry-run"]):
             assert run(folder, "--out", out, *QUICK, *dry) == 1
             error = capsys.readouterr().err
-            assert f"--out {out / 'text'} lies in {folder}, which is read" in error and error.count("\n") == 1
+            assert f"--out {out / 'text'} lies in the input {folder}: the next run" in error and error.count("\n") == 1
     assert [path.name for path in folder.iterdir()] == ["a.txt"]
     assert run(folder, "--out", tmp_path, *QUICK) == 1  # the same folder under its own name
 

@@ -171,7 +171,9 @@ def test_a_server_that_does_not_say_the_length(server, tmp_path):
     server.faults["a.bin"] = until_closed
     assert get(server, tmp_path) == CONTENT[:-1]  # nobody can know better
     (tmp_path / "a.bin").unlink()
-    with pytest.raises(DownloadFailed, match=r"254,799 bytes came, its list says 254,800; gave up after 3 attempts"):
+    with pytest.raises(
+        DownloadFailed, match=r"received 254,799 bytes, but its list says 254,800; gave up after 3 attempts"
+    ):
         get(server, tmp_path, num_bytes=len(CONTENT))
 
 
@@ -216,7 +218,7 @@ def test_no_server_and_no_address(tmp_path):
         address = gone.url("a.bin")
     with pytest.raises(DownloadFailed, match=r"a\.bin: the connection failed after 0 bytes: .*refused"):
         download(RemoteFile(address, "a.bin"), tmp_path / "a.bin", QUICK)
-    with pytest.raises(DownloadFailed, match="is no address of a file"):
+    with pytest.raises(DownloadFailed, match="is not the address of a file"):
         download(RemoteFile("corpora/a.bin", "a.bin"), tmp_path / "a.bin", QUICK)
 
 

@@ -78,7 +78,7 @@ def test_what_a_user_gets_wrong(words, message, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("format =", "is no TOML"),
+        ("format =", "is not TOML"),
         ('format = "txt"', "exactly one of 'files', 'listing', 'hub' and 'paths' .* there is none"),
         ('form = "txt"', "unknown field 'form'; there are name, title"),
         ('format = "doc"\n[[files]]\nurl = "http://x/a"', "'format' is 'doc', but must be one of wikipedia, warc"),
@@ -89,7 +89,7 @@ def test_what_a_user_gets_wrong(words, message, capsys, tmp_path, monkeypatch):
         ('[hub]\nname = "a/b"\nrows_per_document = 0', "must be at least 1, not 0"),
         ('[hub]\nname = "a/b"\nrows_per_document = "2"', "'hub.rows_per_document' must be a whole number, not '2'"),
         ('status = "gone"\n[hub]\nname = "a/b"', "'status' is 'gone', so 'hub' must not be there"),
-        ('name = "../up"\npaths = ["x"]', "'name' is '../up', but becomes a folder"),
+        ('name = "../up"\npaths = ["x"]', "'name' is '../up', but a folder's name has only"),
         ('paths = "x"', "'paths' must be a list of strings"),
         ("[options]\nyear = 3", "'options' must be a table of strings"),
     ],
@@ -123,7 +123,7 @@ def test_a_dry_run_says_what_stands_against_it(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "problem: wikipedia: not installed: mwparserfromhell, requests" in printed
     assert re.search(r"problem: about 26\d.\d GB are needed in .*, 100.0 GB are free", printed)
-    assert "problem: --out: " in printed and "is no folder" in printed
+    assert "problem: --out: " in printed and "is not a folder" in printed
     assert run(*words[:-1], "--out", tmp_path / "new") == 1
     assert "wikipedia needs mwparserfromhell, requests: install the extra 'data'" in capsys.readouterr().err
 
@@ -163,5 +163,5 @@ def test_a_kept_list_that_is_damaged_is_asked_for_again(tmp_path, content):
 
 
 def test_what_is_no_address_is_named():
-    with pytest.raises(UserError, match=r"'http://\[::1' is no address of a file: Invalid IPv6 URL"):
+    with pytest.raises(UserError, match=r"'http://\[::1' is not the address of a file: Invalid IPv6 URL"):
         _named([RemoteFile("http://[::1", "")])

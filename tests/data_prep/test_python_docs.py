@@ -214,7 +214,7 @@ def test_duplicates_go_across_documents_and_the_first_stays():
 def test_disjointness_is_asserted_by_key():
     splits = {"train": [Document("a", ("The text 1.",))], "valid": [Document("b", ("the text 2",))], "test": []}
     assert_disjoint(splits, str)
-    with pytest.raises(AssertionError, match="stands in train and in valid"):
+    with pytest.raises(AssertionError, match="occurs in both train and valid"):
         assert_disjoint(splits, near_duplicate_key)
 
 

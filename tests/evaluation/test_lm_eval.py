@@ -129,7 +129,7 @@ def test_a_text_that_is_too_long_loses_what_the_harness_cuts(harness):
         assert found == pytest.approx(want, abs=1e-4)
     assert harness.num_truncated == before + 4
     assert harness._loglikelihood_tokens([(("", ""), [2, *ids], scored[1])])[0][0] == pytest.approx(want[1], abs=1e-4)
-    with pytest.raises(UserError, match=r"1 of request .*a candidate has 61 tokens and the model's context holds 60"):
+    with pytest.raises(UserError, match=r"1 of request .*a candidate has 61 tokens, but the model's context holds 60"):
         harness._loglikelihood_tokens([(("", ""), [2], ids)])
 
 
@@ -254,16 +254,19 @@ def test_settings_of_generation_are_what_tasks_ask_for(harness):
     before = harness.num_truncated
     assert written(long, max_gen_toks=20, num_beams=2) == after(lm, lm.tokenize(long)[-40:], 20, beam=2)
     assert harness.num_truncated == before + 1
-    with pytest.warns(UserWarning, match="mine asks for 256 new tokens, and at most 59 fit"):
+    with pytest.warns(UserWarning, match="mine asks for 256 new tokens, but at most 59 fit"):
         written("w1")
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"num_return_sequences": 2, "typical_p": 1}, "has 'num_return_sequences', 'typical_p', which cannot be done"),
-        ({"num_beams": 2, "do_sample": True, "temperature": 1.0}, "beam=2 draws no tokens"),
-        ({"num_beams": 2, "repetition_penalty": 1.2}, "beam=2 draws no tokens.* repetition_penalty"),
+        (
+            {"num_return_sequences": 2, "typical_p": 1},
+            "has 'num_return_sequences', 'typical_p', which is not supported",
+        ),
+        ({"num_beams": 2, "do_sample": True, "temperature": 1.0}, "beam=2 does not sample tokens"),
+        ({"num_beams": 2, "repetition_penalty": 1.2}, "beam=2 does not sample tokens.* repetition_penalty"),
         ({"length_penalty": 1.2}, "length_penalty needs a beam search"),
         ({"max_gen_toks": 0}, "max_tokens must be from 1"),
         ({"max_gen_toks": "many"}, "max_gen_toks 'many', which is not a valid number"),
@@ -296,7 +299,7 @@ def test_records_that_no_context_holds_stop_it_or_are_left_out(tmp_path, capsys)
         file.write((data / "copa" / "val.jsonl").read_text())
     assert lm_eval(short, *words, "--skip-too-long", "--limit", 5, "--json", report) == 0
     printed = capsys.readouterr().out
-    assert "piqa: 3 records are left out" in printed and "copa: 6 records are in the file once more" in printed
+    assert "piqa: 3 records are left out" in printed and "copa: 6 records appear in the file again" in printed
     more = ["--templates", "lm-eval", "--skip-too-long", "--limit", 5, "--json", ours, "--device", "cpu"]
     assert main([*map(str, ["zeroshot", "--path", short, *words, *more])]) == 0
     theirs, ours = json.loads(report.read_text()), json.loads(ours.read_text())["tasks"]
@@ -360,7 +363,10 @@ def test_mistakes_in_a_task_of_ones_own_are_one_sentence(path, data, tmp_path, c
         ({"doc_to_text": "{{nothing}}"}, "UndefinedError: 'nothing' is undefined"),
         ({"validation_split": "x"}, "KeyError: 'x'"),
         ({"dataset_path": None}, "cannot run mine (TypeError: "),
-        ({"generation_kwargs": {"typical_p": 1}}, "mine: generation_kwargs has 'typical_p', which cannot be done here"),
+        (
+            {"generation_kwargs": {"typical_p": 1}},
+            "mine: generation_kwargs has 'typical_p', which is not supported here",
+        ),
     ):
         (tmp_path / "mine.yaml").write_text(json.dumps({**definition, **change}))
         assert lm_eval(path, "--tasks", "mine", "--include-path", tmp_path) == 1
@@ -409,7 +415,8 @@ def test_an_encoder_is_refused(tmp_path, capsys):
     encoder, _ = write_checkpoint(tmp_path, SYMBOLS, "gmlp_mlm_tiny", 60, num_sparse_layers=0)
     assert lm_eval(encoder, "--tasks", "copa") == 1
     assert (
-        "is an encoder, which predicts no next tokens: smlp lm-eval needs a language model" in capsys.readouterr().err
+        "is an encoder, which does not predict next tokens: smlp lm-eval needs a language model"
+        in capsys.readouterr().err
     )
 
 

@@ -186,7 +186,7 @@ def changed(record, **more):
             "record",
             "val.jsonl",
             changed(RECORD, qas=[{"query": "@placeholder", "answers": [{"start": 0, "end": 1}]}]),
-            "the answer 'Al' is none of the 4 entities",
+            "the answer 'Al' is not among the 4 entities",
         ),
         (
             "record",
@@ -239,20 +239,20 @@ def test_gzip_files_are_read_where_the_plain_ones_are_missing(tmp_path, monkeypa
             read("copa", tmp_path)
     copa.write_bytes(gzip.compress(bytes(1001)))
     monkeypatch.setattr(files, "_MOST_BYTES", 1000)
-    with pytest.raises(UserError, match=r"val.jsonl.gz holds more than 1,000 bytes: it is not a file of a task"):
+    with pytest.raises(UserError, match=r"val.jsonl.gz holds more than 1,000 bytes: it is not a task's file"):
         read("copa", tmp_path)
 
 
 @pytest.mark.parametrize("end", [".zst", ".xz", ".bz2"])
 def test_compressed_files_are_named_where_they_are_missing(tmp_path, end):
     (tmp_path / f"val.jsonl{end}").write_bytes(b"any")
-    with pytest.raises(UserError, match=rf"copa/val.jsonl is missing; .*/val.jsonl{end} is there: decompress it"):
+    with pytest.raises(UserError, match=rf"copa/val.jsonl is missing; .*/val.jsonl{end} exists: decompress it"):
         read("copa", tmp_path)
     write(tmp_path / "valid.jsonl", PIQA)
     write(tmp_path / "dev.jsonl", WINOGRANDE)
     for task, labels in (("piqa", "valid-labels.lst"), ("winogrande", "dev-labels.lst")):
         (tmp_path / f"{labels}{end}").write_bytes(b"any")
-        with pytest.raises(UserError, match=rf"{labels} is missing.*{labels}{end} is there: decompress it"):
+        with pytest.raises(UserError, match=rf"{labels} is missing.*{labels}{end} exists: decompress it"):
             read(task, tmp_path)
 
 

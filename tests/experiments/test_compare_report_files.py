@@ -106,7 +106,7 @@ def test_what_is_no_experiment_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"experiment\.json: No such file.*smlp compare run"):
         read_results(tmp_path)
     (tmp_path / "experiment.json").write_text('{"models": [], "seeds": [1], "updates": 3}')
-    with pytest.raises(UserError, match="is no experiment: models is empty"):
+    with pytest.raises(UserError, match="is not an experiment: models is empty"):
         read_results(tmp_path)
 
 
@@ -172,7 +172,11 @@ def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
             lambda e: e["models"][0].update(parameters={}),
             "models[0].parameters.total must be a number",
         ),
-        ("experiment.json", lambda e: e["models"][0]["config"].update(dropout="x" * 5000), "is no experiment: dropout"),
+        (
+            "experiment.json",
+            lambda e: e["models"][0]["config"].update(dropout="x" * 5000),
+            "is not an experiment: dropout",
+        ),
         ("experiment.json", lambda e: e["models"][0].update(overrides=None, recipe=None), ""),
         (
             "data.json",

@@ -99,7 +99,7 @@ TUNE = "tune: {lr: [1.0e-3, 2.0e-3], updates: 10}\n"
 MISTAKES = {
     "twice": (FILE + "seeds: [3]\n", r"small.yaml, line 9: 'seeds' is given twice"),
     "no yaml": ("models: [a\n", r"small.yaml, line 2: "),
-    "a list": ("- 1\n", r"holds a list, where names with values"),
+    "a list": ("- 1\n", r"holds a list; names with values"),
     "unknown": (FILE + "model: {}\n", r"model is unknown; did you mean 'models'\?"),
     "unknown inside": (FILE + "run: {job: 2}\n", r"run.job is unknown; did you mean 'jobs'\?"),
     "no budget": (FILE.replace("tokens: 100k\n", ""), r"give tokens or updates"),
@@ -147,9 +147,9 @@ MISTAKES = {
     "seed of the grid": (FILE + TUNE.replace("updates", "seed: 5B, updates"), r"tune.seed has 5000000000; numpy"),
     "tasks without data": (
         FILE + "evaluate: {zeroshot: {tasks: [copa], limit: 3}}\n",
-        r"evaluate.zeroshot.data \(the folder of the tasks\) is missing, and there is tasks, limit",
+        r"evaluate.zeroshot.data \(the folder of the tasks\) is missing, but tasks, limit",
     ),
-    "misspelled data": (FILE + "evaluate: {zeroshot: {dta: d}}\n", r"zeroshot.data .* is missing, and there is dta"),
+    "misspelled data": (FILE + "evaluate: {zeroshot: {dta: d}}\n", r"zeroshot.data .* is missing, but dta"),
     "warm-up": (
         FILE.replace("lr: 2e-3", "lr_scheduler: cosine, warmup_updates: 50") + TUNE,
         r"recipe.warmup_updates is 50, and a run has 10 updates \(tune\)",
@@ -163,16 +163,16 @@ MISTAKES = {
         r"tokens must be at most 1,000,000,000,000,000,000, got 9{100}\.\.\.$",
     ),
     "no date": (FILE.replace("100k", "2020-99-99"), r"a value cannot be read: month must be in 1..12"),
-    "merge": ("a: &a {b: 1}\n<<: *a\n" + FILE, r"line 2: '<<' is not understood"),
+    "merge": ("a: &a {b: 1}\n<<: *a\n" + FILE, r"line 2: '<<' is not supported"),
     "aliases": (
         "k0: &k0 [1]\n" + "".join(f"k{n + 1}: &k{n + 1} [{', '.join([f'*k{n}'] * 9)}]\n" for n in range(9)),
         r"small.yaml has [0-9,]+ values with aliases expanded; at most 1,000,000",
     ),
     "alias of itself": ("a: &a {b: *a}\n", r"an alias is used inside its own value"),
-    "half a character": (FILE + 'title: "\\ud800"\n', r"holds half of a surrogate pair"),
+    "half a character": (FILE + 'title: "\\ud800"\n', r"has a lone surrogate"),
     "models": (
         FILE + "".join(f"  m{n}: {{arch: smlp_tiny}}\n" for n in range(5000)),
-        r"these are 10,004 runs of 5,002 models: at most 5,000",
+        r"10,004 runs of 5,002 models are too many: at most 5,000",
     ),
     "threads": (FILE + "run: {threads: 100000}\n", r"make 100,000 threads at a time: at most 1,024"),
     "long name": (FILE.replace("sMLP E=4", "g" * 300), r"a name of 300 characters becomes a folder: at most 150"),

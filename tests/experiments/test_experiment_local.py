@@ -269,7 +269,7 @@ def test_a_dry_run_needs_no_data(planned, tmp_path, monkeypatch, capsys):
     path = planned(ZEROSHOT.replace("TASKS", "no/tasks") + "max_spread: 0.1\n")[0].path
     words = ["compare", "run", str(path), "--out", str(tmp_path / "out")]
     assert main([*words, "--dry-run"]) == 1
-    assert "data data-bin is not there: for a dry run without it, say vocab_size" in capsys.readouterr().err
+    assert "data data-bin does not exist: for a dry run without it, set vocab_size" in capsys.readouterr().err
     path.write_text(path.read_text() + "vocab_size: 4000\n")
     assert main([*words, "--dry-run"]) == 0
     printed = capsys.readouterr().out
@@ -325,7 +325,7 @@ def test_jobs_that_come_to_nothing_are_submitted_again_but_not_for_ever(planned,
     assert experiment_run._submit(experiment, folder, "data-bin", models) == 1
     printed = capsys.readouterr().out
     assert "not trained: a: every run of its grid failed" in printed and "all runs are trained" not in printed
-    assert "two jobs did not train it" in folder.run("tune/b-0.002").state()["message"]
+    assert "two jobs failed to train it" in folder.run("tune/b-0.002").state()["message"]
 
 
 def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
@@ -385,7 +385,7 @@ def test_scores_in_16_bits_agree_less_closely(tmp_path):
     log(run, 8, valid=3.0)
     nll = 3.0 * math.log(2) + 0.01
     check_agreement(run, "valid", 8, nll, HALF_AGREEMENT)
-    with pytest.raises(UserError, match=r"2\.0894 nats per token on valid, but .* of update 8, said 2\.0794"):
+    with pytest.raises(UserError, match=r"2\.0894 nats per token on valid, but .* after update 8, gave 2\.0794"):
         check_agreement(run, "valid", 8, nll, AGREEMENT)
 
 

@@ -196,7 +196,7 @@ def test_one_process_at_a_time(tmp_path):
     folder = Folder(tmp_path / "out")
     with folder.locked():
         assert folder.is_locked()
-        with pytest.raises(UserError, match="another smlp compare run is at work"), folder.locked():
+        with pytest.raises(UserError, match="another smlp compare run is running"), folder.locked():
             pass
     assert not folder.is_locked()
 

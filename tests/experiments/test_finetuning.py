@@ -167,7 +167,7 @@ def test_bad_files_are_one_sentence(asked, tmp_path):
     assert "is a language model (smlp_tiny): fine-tuning needs an encoder" in refused(encoder=model)
     assert "there is no file" in refused(data=tmp_path)
     own = write_data(tmp_path / "own", task=None)
-    assert "is of no task of GLUE: give --metric" in refused(data=own)
+    assert "names no GLUE task: give --metric" in refused(data=own)
     assert asked("--metric", "mcc", data=own).data.metric == "mcc"
     assert "has a vocabulary of 15 symbols" in refused(data=write_data(tmp_path / "less", words=WORDS[1:]))
     (tmp_path / "ck" / "dict.txt").write_text("".join(f"{word} 1\n" for word in reversed(WORDS)))
@@ -182,7 +182,7 @@ def test_bad_files_are_one_sentence(asked, tmp_path):
     (tmp_path / "sst" / "manifest.json").write_text("{")
     assert "is damaged" in refused()
     data = write_data(tmp_path / "words", task="CoLA", classes=("no", "yes"))
-    assert "is of the labels 0 and 1" in refused(data=data)
+    assert "needs the labels 0 and 1" in refused(data=data)
 
 
 def test_medians_and_intervals_by_hand():
@@ -261,7 +261,7 @@ try:
 except UserError as error:
     print(error)
 """], capture_output=True, text=True).stdout  # fmt: skip
-        assert "another smlp finetune is at work" in pid
+        assert "another smlp finetune is running" in pid
 
 
 def test_a_stopped_command_starts_nothing_more_and_resumes(trainer, tmp_path, capsys):

@@ -202,7 +202,7 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         "train",
         [*TRAIN, "--best-checkpoint-metric", "nonsense"],
         None,
-        ["--best-checkpoint-metric nonsense is none that"],
+        ["--best-checkpoint-metric nonsense is not measured by"],
     ),
     "composite loss": (
         "train",
@@ -271,7 +271,7 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
     ),
     "TPU": ("train", [*TRAIN, "--tpu"], None, ["--tpu needs torch_xla"]),
     "CPU offload": ("train", [*TRAIN, "--cpu-offload"], None, ["--cpu-offload needs --ddp-backend fully_sharded"]),
-    "zero sharding": ("train", [*TRAIN, "--zero-sharding", "os"], None, ["--zero-sharding os shares out"]),
+    "zero sharding": ("train", [*TRAIN, "--zero-sharding", "os"], None, ["--zero-sharding os divides"]),
     "pipeline": ("train", [*TRAIN, "--pipeline-model-parallel"], None, ["--pipeline-model-parallel is for"]),
     "no average to begin with": (
         "train",
@@ -352,7 +352,7 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         "train",
         ["--save-dir", "{root}/busy"],
         None,
-        ["another run is at work in"],
+        ["another run is running in"],
     ),
     "no batch": ("train", [*TRAIN, "--batch-size", "0"], None, ["--batch-size must be at least 1, got 0"]),
     "no size of batches": (
@@ -446,7 +446,9 @@ def test_a_parameter_without_moments_is_named(tiny_run, tiny_data: Path, tmp_pat
     args = [tiny_data, "--user-dir", USER_DIR, *TINY_LM, "--max-update", "5", "--save-dir", tmp_path / "save"]
     (run,) = run_fairseq_many([{"tool": "train", "args": [*args, "--restore-file", tmp_path / "less.pt"]}])
     assert run.rc == 0, run.stderr
-    assert re.search(r"less\.pt has no optimizer state of 1 of \d+ parameters, decoder\.\S+: their moments", run.stdout)
+    assert re.search(
+        r"less\.pt has no optimizer state for 1 of \d+ parameters, decoder\.\S+: their moments", run.stdout
+    )
 
 
 HYDRA = """common.user_dir={user_dir} task=language_modeling task.data={data} +model._name=smlp +model.embed_dim=8
@@ -458,7 +460,7 @@ HYDRA = """common.user_dir={user_dir} task=language_modeling task.data={data} +m
     [
         ("+model.embed_dimm=3", "the configuration cannot be read: Key 'embed_dimm' not in 'LanguageModelConfig'"),
         ("dataset.batch_size=-1", "--batch-size must be at least 1, got -1"),
-        ("checkpoint.best_checkpoint_metric=x", "--best-checkpoint-metric x is none that cross_entropy measures"),
+        ("checkpoint.best_checkpoint_metric=x", "--best-checkpoint-metric x is not measured by cross_entropy"),
         ("task=masked_lm", "the configuration cannot be read: Interpolation"),
         ("optimizer._name=adm", "there is no optimizer 'adm'"),
     ],
@@ -552,7 +554,7 @@ def test_two_runs_of_hydra_need_a_save_dir_each(tiny_data, tmp_path, run_fairseq
     words += ["+model.num_experts=2", "dataset.disable_validation=true"]
     with locked(tmp_path / "save", "run"):
         (run,) = run_fairseq_many([{"tool": "hydra_train", "args": words, "folder": str(tmp_path)}])
-    assert run.rc == 1 and f"another run is at work in --save-dir {tmp_path}/save" in run.errors[-1]
+    assert run.rc == 1 and f"another run is running in --save-dir {tmp_path}/save" in run.errors[-1]
     (run,) = run_fairseq_many([{"tool": "hydra_train", "args": words, "folder": str(tmp_path)}])
     assert run.rc == 0 and (tmp_path / "save" / "checkpoint_last.pt").exists()
     assert not (tmp_path / "save" / ".lock").exists()
@@ -621,7 +623,7 @@ def test_a_symbol_stands_once_in_a_dictionary(tiny_data: Path, tmp_path: Path, e
     if entry.endswith("overwrite"):
         check_dictionary(tmp_path)
         return
-    with pytest.raises(UserError, match=rf"line {len(lines) + 1}: the symbol '{entry[:-2]}' is there already, in "):
+    with pytest.raises(UserError, match=rf"line {len(lines) + 1}: the symbol '{entry[:-2]}' occurs already in "):
         check_dictionary(tmp_path)
 
 

@@ -182,9 +182,9 @@ def test_what_cannot_be_done_is_refused(plain, options, words):
 def test_what_a_model_cannot_write_is_refused(plain):
     with pytest.raises(ValueError, match="needs at least 4: its first ones only choose experts"):
         wrapped(make("partial")).generate(random_tokens(1, 3), **WRITE)
-    with pytest.raises(ValueError, match="leaky needs the tokens that it is to write"):
+    with pytest.raises(ValueError, match="leaky reads the tokens that it predicts"):
         wrapped(make("partial", feature_routing="leaky")).generate(random_tokens(1, 5), **WRITE)
-    with pytest.raises(ValueError, match="keeps its 40 symbols, got 50"):
+    with pytest.raises(ValueError, match="cannot change its vocabulary from 40 to 50"):
         plain.resize_token_embeddings(50)
     with pytest.raises(smlp.UserError, match="of 13 tokens is longer than the model's context of max_tokens=12"):
         plain(random_tokens(1, 13))
@@ -216,7 +216,7 @@ def test_a_cache_can_be_repeated_and_chosen_from(plain):
             cache.batch_select_indices(torch.tensor([3, 0]))
             found = plain(tokens[[1, 0], 5:], past_key_values=cache).logits
             torch.testing.assert_close(found[:, 0], full[[1, 0], 5])
-            with pytest.raises(NotImplementedError, match="cannot forget its last positions"):
+            with pytest.raises(NotImplementedError, match="cannot drop its last positions"):
                 cache.crop(1)
             cache.reset()
             again = plain(tokens[[1, 0], :5], past_key_values=cache, logits_to_keep=1).logits

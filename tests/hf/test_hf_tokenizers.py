@@ -129,7 +129,7 @@ def test_start_symbols_and_encoders(tmp_path):
     [
         ("unigram", "\u2581the 1\n", "", r"lacks 1 pieces of .*sentencepiece.model, such as '\u2581the'"),
         ("gpt2", "\n7 1\n", "\n", "lacks 1 pieces of .*encoder.json, such as '7'"),
-        ("words", "\nmadeupword0000 1", "\ndef 1 #fairseq:overwrite", "has 1 symbols twice"),
+        ("words", "\nmadeupword0000 1", "\ndef 1 #fairseq:overwrite", "has 1 duplicate symbols"),
     ],
 )
 def test_what_no_fast_tokenizer_does_is_refused(kind, old, new, words, tmp_path):

@@ -216,9 +216,9 @@ def test_contexts_are_cut_on_the_left_all_alike():
 
 
 def test_what_cannot_be_cut_is_too_long():
-    with pytest.raises(TooLongError, match=r"13 tokens and the model's context holds 12 .*max_tokens=12"):
+    with pytest.raises(TooLongError, match=r"13 tokens, but the model's context holds 12 .*max_tokens=12"):
         fit([text(1, 1), text(1, 13)], 12)
-    with pytest.raises(TooLongError, match=r"9 tokens and the model's context holds 8 after its prefix of 4"):
+    with pytest.raises(TooLongError, match=r"9 tokens, but the model's context holds 8 after its prefix of 4"):
         fit([text(1, 9)], 12, prefix_tokens=4)
 
 

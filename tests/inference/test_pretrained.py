@@ -64,7 +64,7 @@ def test_weights_that_stay_in_the_file(arch, kind, tmp_path):
 def test_a_symbol_stands_once_in_a_dictionary(tmp_path):
     for lines, number in (("a 1\nb 1\na 1\n", 3), ("<unk> 1\n", 1)):
         (tmp_path / "dict.txt").write_text(lines)
-        with pytest.raises(smlp.UserError, match=rf"dict.txt, line {number}: the symbol '.*' is there already"):
+        with pytest.raises(smlp.UserError, match=rf"dict.txt, line {number}: the symbol '.*' occurs twice"):
             Vocabulary.load(tmp_path / "dict.txt")
     (tmp_path / "dict.txt").write_text("a 1\na 1 #fairseq:overwrite\n")
     assert len(Vocabulary.load(tmp_path / "dict.txt")) == 6
@@ -127,9 +127,9 @@ def test_what_is_no_text_is_refused(checkpoint):
         "a text must be a string, got b'the s1'": lambda: model.generate(["the", b"the s1"]),
         r"a text must be a string, got \[3\]": lambda: model.stream([3]),
         "a text must be a string, got 7": lambda: model.tokenize(7),
-        "what is scored must be .*, got \\('the', 8\\)": lambda: model.score([("the", 8)]),
-        "what is scored must be strings, or pairs of a context and a string, got 5": lambda: model.score(5),
-        "what is scored must be strings, or pairs of .*, got \\('a', 'b', 'c'\\)": lambda: model.score(("a", "b", "c")),
+        "texts to score must be .*, got \\('the', 8\\)": lambda: model.score([("the", 8)]),
+        "texts to score must be strings, or pairs of a context and a string, got 5": lambda: model.score(5),
+        "texts to score must be strings, or pairs of .*, got \\('a', 'b', 'c'\\)": lambda: model.score(("a", "b", "c")),
         "newline must be one of eos, space, got 'tab'": lambda: model.score("the s1", newline="tab"),
         "ids must be whole numbers from 0 to 13, got -1": lambda: model.detokenize([4, -1]),
         "ids must be whole numbers from 0 to 13, got 14": lambda: model.detokenize([14]),

@@ -61,7 +61,7 @@ def test_line_breaks_are_ends_of_lines_everywhere(lm):
 
 
 def test_what_cannot_be_scored_is_said(lm, tmp_path):
-    with pytest.raises(UserError, match="20 tokens and the model's context holds 16"):
+    with pytest.raises(UserError, match="20 tokens, but the model's context holds 16"):
         lm.score(" ".join(WORDS))
     with pytest.raises(UserError, match="adds no token"):
         lm.score(["w1", ""])

@@ -190,7 +190,7 @@ time.sleep(0.5)
 sys.exit(3)
 """
     done = finish(launch(tmp_path, 2, script, "grace=0.2, termination=0.2"))
-    frozen = "rank 1 did not run any more, stopped by a signal such as SIGSTOP"
+    frozen = "rank 1 was suspended by a signal such as SIGSTOP"
     assert (done.rc, done.stderr) == (3, f"smlp: rank 0 of 2 ended first, with exit status 3; {frozen}\n")
 
 
@@ -292,7 +292,7 @@ def test_options_are_taken_out_of_the_command_line() -> None:
         (["--nproc=two"], "--nproc needs a number of at least 1, not 'two'"),
         (["data", "--nproc"], "--nproc needs a number"),
         (["--nodes", "2", "--gpus-per-node", "8"], "--dry-run"),
-        (["--nodes", "2", "--dry-run"], "--nodes and --gpus-per-node belong together"),
+        (["--nodes", "2", "--dry-run"], "--nodes and --gpus-per-node must be given together"),
         (["--nodes", "2", "--gpus-per-node", "8", "--dry-run", "--nproc", "2"], "give one of the two"),
     ],
 )

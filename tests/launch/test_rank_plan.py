@@ -129,7 +129,7 @@ def test_only_the_first_task_prints(shown) -> None:
         (["--nproc", "4", "--expert-parallel-size", "3"], "an expert-parallel size of 3 must divide both the 4 ranks"),
         (["--nodes=2", "--gpus-per-node=2", "--distributed-world-size=8"], "size 8, but there are 4 ranks"),
         (["--arch", "smlp_tyni"], "did you mean 'smlp_tiny'"),
-        (["--nodes", "2"], "belong together"),
+        (["--nodes", "2"], "must be given together"),
         (["--nproc", "2", "--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded needs GPUs"),
         (["--nodes=2", "--gpus-per-node=2", "--ddp-backend=fully_sharded"], "copies of each other"),
         (["--nproc", "2", "--amp"], "--amp skips updates on single ranks"),

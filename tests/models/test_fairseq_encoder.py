@@ -229,7 +229,7 @@ def test_commands_of_language_models_refuse_an_encoder(trained, tiny_data, capsy
     path = folder / "gmlp_mlm_tiny" / "checkpoint_last.pt"
     assert main([word.format(path=path, data=tiny_data) for word in words]) == 1
     error = capsys.readouterr().err.strip()
-    assert error.endswith(f"is an encoder, which predicts no next tokens: smlp {words[0]} needs a language model")
+    assert error.endswith(f"is an encoder, which does not predict next tokens: smlp {words[0]} needs a language model")
 
 
 def test_an_encoder_is_not_upcycled(trained, tmp_path, capsys):

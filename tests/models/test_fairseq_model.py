@@ -182,7 +182,7 @@ def test_other_settings_of_a_checkpoint_are_said(resumed, old_checkpoint, tiny_d
     assert len(said) == 1 and f"{checkpoint} was trained with {then}; this run continues with {now}" in said[0]
     assert "was trained with" not in second.stdout + second.stderr
     (said,) = [line for line in (run.stdout + run.stderr).splitlines() if "the optimizer continues with" in line]
-    assert "weight_decay=0.0" in said and "not with betas=(0.5, 0.6), weight_decay=0.7 of this command" in said
+    assert "weight_decay=0.0" in said and "not with betas=(0.5, 0.6), weight_decay=0.7 from this command" in said
     assert "the optimizer continues with" not in second.stdout + second.stderr
 
 

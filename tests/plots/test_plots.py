@@ -210,7 +210,7 @@ def test_numbers_of_filters():
     with torch.no_grad():
         layer.experts.bias[3, 4] = math.nan
     with pytest.raises(
-        UserError, match=r"layer 1 \(sMoE \(deterministic\)\): expert 3 has weights that are no numbers"
+        UserError, match=r"layer 1 \(sMoE \(deterministic\)\): expert 3 has weights that are not finite"
     ):
         filter_numbers(layer)
 
@@ -279,7 +279,7 @@ def test_attention_that_is_no_number_is_refused():
     core = attending("amlp_mlm_tiny")
     with torch.no_grad():
         core.blocks[1].attention.proj_in.weight[0] = math.nan
-    with pytest.raises(UserError, match="layer 1: the tiny attention has weights that are no numbers"):
+    with pytest.raises(UserError, match="layer 1: the tiny attention has weights that are not finite"):
         attention_map(core, SeenText("a text", IDS), ["w"] * 24)
     assert not tiny_attention(model("bert_mlm_tiny")) and not tiny_attention(model("gmlp_mlm_tiny"))
 

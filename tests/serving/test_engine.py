@@ -124,7 +124,7 @@ def test_room_and_queue_are_limited():
         waiting = [job_of(engine.decoder, [2, 6], 2) for _ in range(2)]
         engine.submit([one for one, _ in waiting])
         assert engine.state()["waiting"] == 2
-        with pytest.raises(BusyError, match="2 prompts wait already, and 1 more would exceed 2"):
+        with pytest.raises(BusyError, match="2 prompts are waiting, and 1 more would exceed 2"):
             engine.submit([job_of(engine.decoder, [2, 6])[0]])
         waiting[0][0].is_cancelled = True  # a client that left makes room
         later, later_events = job_of(engine.decoder, [2, 6], 2)

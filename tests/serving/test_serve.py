@@ -181,7 +181,7 @@ REFUSED = {
     "no logprobs": ({"prompt": "w1", "logprobs": -1}, "logprobs", "logprobs must be from 0 to 5, got -1"),
     "half a key": ({"prompt": "w1", "\ud800": 1}, "\\ud800", "unknown key '\\ud800'"),
     "no number": ({"prompt": "w1", "best_of": True}, "best_of", "best_of is not available here"),
-    "no stream": ({"prompt": "w1", "stream_options": {"include_usage": True}}, "stream_options", "is for stream"),
+    "no stream": ({"prompt": "w1", "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     "usage": (
         {"prompt": "w1", "stream": True, "stream_options": {"include_usage": "yes"}},
         "include_usage",
@@ -191,8 +191,8 @@ REFUSED = {
     "empty stop": ({"prompt": "w1", "stop": ""}, "stop", "must not be empty"),
     "stop": ({"prompt": "w1", "stop": 3}, "stop", "stop must be a text or a list of texts, got 3"),
     "flag": ({"prompt": "w1", "stream": "yes"}, "stream", "stream must be true or false"),
-    "echo": ({"prompt": "w1", "stream": True, "echo": True}, "stream", "stream and echo do not go together"),
-    "options": ({"prompt": "w1", "stream_options": {"x": 1}}, "stream_options", "include_usage alone"),
+    "echo": ({"prompt": "w1", "stream": True, "echo": True}, "stream", "stream and echo cannot be combined"),
+    "options": ({"prompt": "w1", "stream_options": {"x": 1}}, "stream_options", "may only have include_usage"),
 }
 
 
@@ -248,7 +248,7 @@ def test_a_full_queue_says_so(model, monkeypatch):
         assert answer.status_code == 200, "nobody waits before them"
 
         def full(engine, jobs):
-            raise BusyError(f"1 prompts wait already, and {len(jobs)} more would exceed 1: try later")
+            raise BusyError(f"1 prompts are waiting, and {len(jobs)} more would exceed 1: try later")
 
         monkeypatch.setattr(Engine, "submit", full)
         answer = client.post("/v1/completions", json={"prompt": ["w1", "w2"]})

@@ -208,11 +208,11 @@ def test_wrong_options_and_data_are_one_sentence(data, tmp_path):
     for options, message in (
         ({"data": str(tmp_path / "gone")}, "there is no file .*dict.txt: make the data with"),
         ({"predictions_file": str(tmp_path / "gone" / "a.json")}, "cannot write --predictions-file"),
-        ({"predictions_file": str(tmp_path / "checkpoint.pt")}, "there is a file of another kind already"),
+        ({"predictions_file": str(tmp_path / "checkpoint.pt")}, "a file of another kind exists already"),
     ):
         with pytest.raises(UserError, match=message):
             SquadTask.setup_task(SquadConfig(**{"data": str(data[0]), "seed": 1, **options}))
     with pytest.raises(UserError, match=r"there is no file .*test\.npz"):
         task_on(data).load_dataset("test")
-    with pytest.raises(UserError, match="--max-positions 8 has no room for a context"):
+    with pytest.raises(UserError, match="--max-positions 8 leaves no room for a context"):
         task_on(data, max_positions=8).load_dataset("valid")

@@ -89,7 +89,7 @@ def test_data_to_be_masked_hold_no_mask(tmp_path):
     prefix = write(tmp_path / "train")
     largest = max(token for sentence in SENTENCES for token in sentence)
     check_split(prefix.parent, prefix.name, largest + 2, mask=largest + 1)
-    with pytest.raises(UserError, match=f"holds the id {largest}, which stands for <mask> with this dictionary"):
+    with pytest.raises(UserError, match=f"holds the id {largest}, which is <mask> in this dictionary"):
         check_split(prefix.parent, prefix.name, largest + 1, mask=largest)
 
 

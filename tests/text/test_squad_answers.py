@@ -83,7 +83,7 @@ def test_a_split_comes_back_from_its_files(tmp_path):
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}
         if name:
             (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=r"valid\.npz and valid\.json beside it are damaged, or not of"):
+        with pytest.raises(UserError, match=r"valid\.npz and valid\.json beside it are damaged, or not from"):
             SquadSplit.load(tmp_path, "valid", vocab_size)
         for path, old in before.items():
             path.write_bytes(old)

@@ -83,4 +83,4 @@ def test_the_command_draws_a_checkpoint(tmp_path, capsys):
 def test_other_models_are_refused(tmp_path, capsys):
     torch.save({"state_dict": {"head.weight": torch.zeros(2, 2)}}, tmp_path / "other.pth.tar")
     assert main(["vision", "plot", str(tmp_path / "other.pth.tar"), "--out", str(tmp_path)]) == 1
-    assert "is no MLP-Mixer or gMLP with tokens on a square" in capsys.readouterr().err
+    assert "is not an MLP-Mixer or gMLP with tokens on a square" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_the_change_from_224_to_384_pixels():
 
 def test_what_has_no_rule_is_refused():
     mixer = randomised()
-    with pytest.raises(UserError, match="img_size=20: 5 patches along a side are no multiple of the 3"):
+    with pytest.raises(UserError, match="img_size=20: 5 patches along a side are not a multiple of the 3"):
         resized(mixer, 20)
     with pytest.raises(UserError, match="img_size=13 must be a multiple of patch_size=4"):
         resized(mixer, 13)

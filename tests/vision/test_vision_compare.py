@@ -106,7 +106,7 @@ def test_models_without_names_for_folders(digits, tmp_path, capsys, name):
     path = write(tmp_path, digits)
     path.write_text(path.read_text().replace("first:", f'"{name}":'))
     assert run(path, tmp_path / "out") == 1
-    assert "is no name for folders of runs: up to 200 bytes" in capsys.readouterr().err
+    assert "cannot name folders of runs: at most 200 bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["cifar10", "digits"])

@@ -88,7 +88,7 @@ def test_images_that_do_not_open(digits, capsys, workers):
     broken.write_bytes(next((digits / "train" / "3").iterdir()).read_bytes()[:60])
     words = ("train", "--data-dir", digits, "--model", "smlp_mixer_tiny", *SMALL, "-j", workers)
     line = sentence(capsys, *words, "--output", digits.parent / "output")
-    assert line.startswith(f"smlp: error: {broken} does not open as an image (") and line.endswith(
+    assert line.startswith(f"smlp: error: {broken} cannot be opened as an image (") and line.endswith(
         "remove or replace it"
     )
 
@@ -125,7 +125,7 @@ def test_models_and_their_settings(digits, capsys):
     assert "smlp_mixer_tiny" in train(capsys, digits, "--model-kwargs", "colour=3")
     assert "there is no module no_such" in train(capsys, digits, "--device-modules", "no_such")
     assert "takes full names of modules, got '.x'" in train(capsys, digits, "--device-modules", ".x")
-    assert "--torchcompile 'a b' is no backend of torch.compile; it has " in train(
+    assert "--torchcompile 'a b' is not a backend of torch.compile; there are " in train(
         capsys, digits, "--torchcompile", "a b"
     )
     assert "--device nope cannot be used here" in train(capsys, digits, "--device", "nope")
@@ -149,17 +149,17 @@ def test_a_checkpoint_of_another_resolution(digits, trained, capsys):
 
 def test_checkpoints_of_something_else(digits, trained, capsys, tmp_path):
     other = train(capsys, digits, "--initial-checkpoint", trained, model="smlp_gmlp_tiny")
-    assert f"{trained} is of another model than smlp_gmlp_tiny: it lacks " in other
+    assert f"{trained} belongs to another model than smlp_gmlp_tiny: it lacks " in other
     damaged = tmp_path / "damaged.pth.tar"
     damaged.write_bytes(trained.read_bytes()[:5000])
-    assert f"{damaged} is no checkpoint of timm, or is damaged" in train(capsys, digits, "--resume", damaged)
+    assert f"{damaged} is not a checkpoint of timm, or is damaged" in train(capsys, digits, "--resume", damaged)
     damaged.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
     assert "weights_only" not in train(capsys, digits, "--resume", damaged), "no advice to run code of the file"
     torch.save([1, 2], damaged)
     assert f"{damaged} holds no weights" in train(capsys, digits, "--resume", damaged)
     torch.save(torch.load(trained, weights_only=False)["state_dict"], damaged)
-    assert "holds weights alone: start from it with --initial-checkpoint" in train(capsys, digits, "--resume", damaged)
-    assert "name the model with --model" in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
+    assert "holds only weights: start from it with --initial-checkpoint" in train(capsys, digits, "--resume", damaged)
+    assert "name it with --model" in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
     torch.save({"model": torch.load(damaged), "cfg": {}}, damaged)
     assert "is a checkpoint of fairseq-train" in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
     assert "there is no checkpoint" in train(capsys, digits, "--resume", tmp_path / "none.pth.tar")
@@ -182,7 +182,7 @@ def test_a_checkpoint_runs_no_code(digits, capsys, tmp_path):
 
     torch.serialization.add_safe_globals([argparse.Namespace])
     torch.save({"state_dict": {}, "args": Evil()}, tmp_path / "evil.pth.tar")
-    assert "is no checkpoint of timm, or is damaged" in train(capsys, digits, "--resume", tmp_path / "evil.pth.tar")
+    assert "is not a checkpoint of timm, or is damaged" in train(capsys, digits, "--resume", tmp_path / "evil.pth.tar")
     assert argparse.Namespace in torch.serialization.get_safe_globals(), "fairseq's checkpoints need it too"
     assert not (tmp_path / "made").exists()
 
@@ -195,7 +195,7 @@ def test_a_folder_that_holds_a_run(trained, whole, capsys):
 
 def test_resolutions_that_cannot_be_changed(digits, trained, capsys):
     options = ("--initial-checkpoint", trained, "--change-resolution")
-    assert "no multiple of the 2 at img_size=8" in train(capsys, digits, *options, "--img-size", "12")
+    assert "not a multiple of the 2 at img_size=8" in train(capsys, digits, *options, "--img-size", "12")
     vit = train(capsys, digits, *options, "--img-size", "16", "--model-kwargs", "depth=1", "patch_size=4", model=VIT)
     assert f"for smlp_mixer_* and smlp_gmlp_*, not for timm's {VIT}" in vit
 
@@ -250,7 +250,7 @@ def test_a_torchvision_that_does_not_fit(monkeypatch, capsys, digits):
         return real(name, package)
 
     monkeypatch.setattr(importlib, "import_module", fails)
-    assert "torchvision::other does not exist): install torch and torchvision that fit" in train(capsys, digits)
+    assert "torchvision::other does not exist): install matching versions of torch" in train(capsys, digits)
 
 
 def test_grey_and_colour_images_are_read_as_the_model_wants(digits):
@@ -275,9 +275,9 @@ def test_values_that_timm_fails_with(digits, capsys):
         (["--mixup-mode", "elem"], "--mixup-mode has no effect without --mixup or --cutmix"),
         (["--clip-grad", "0"], "--clip-grad must be above 0, got 0"),
         (["--mean", "nan"], "--mean nan: means are finite"),
-        (["--mean", "0.5", "0.5"], "--mean 0.5 0.5: images of 1 channels need so many numbers, or one"),
+        (["--mean", "0.5", "0.5"], "--mean 0.5 0.5: images of 1 channels need 1 numbers, or one"),
         (["--input-size", "3", "8", "8"], "--input-size 3 8 8: --in-chans is 1"),
-        (["--model-kwargs", "a=1", "a=2"], "--model-kwargs a=1 a=2: a setting stands twice"),
+        (["--model-kwargs", "a=1", "a=2"], "--model-kwargs a=1 a=2: a setting is given twice"),
         (["--aa", "x"], "timm does not take --aa, "),
         (["--interpolation", "x"], "--interpolation: KeyError 'x'"),
         (["--scale", "nan", "nan"], "--scale nan nan: two numbers above 0 and at most 1 are needed"),

@@ -169,7 +169,7 @@ def test_gmlp_trains_with_fine_tuning_of_another_head(digits, two_epochs, tmp_pa
     best = two_epochs / "model_best.pth.tar"
     options = ["--epochs", "1", "-b", "80", "--no-aug", "--initial-checkpoint", best, "--num-classes", "12"]
     assert train(digits, *options, "--output", tmp_path, "--experiment", "tuned") == 0
-    assert "another number of classes, so the head starts anew" in capsys.readouterr().out
+    assert "another number of classes, so the head is initialised anew" in capsys.readouterr().out
     assert train(digits, *options[:5], "--output", tmp_path, "--experiment", "gmlp", model="smlp_gmlp_tiny") == 0
 
 

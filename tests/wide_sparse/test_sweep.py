@@ -117,7 +117,7 @@ def test_a_sweep_reports_errors_differences_and_similarity(digits, tmp_path, mon
         ({"more": "--model-kwargs num_layers=3"}, "series.SW-MLP.options has --model-kwargs"),
         ({"more": "--seed 3"}, "series.SW-MLP.options has --seed, which smlp vision compare sets"),
         ({"more": "'"}, "cannot be split into words: No closing quotation"),
-        ({"similarity": "SW-MLP"}, "similarity must name a series of one point, got 'SW-MLP'"),
+        ({"similarity": "SW-MLP"}, "similarity must name a series with exactly one point, got 'SW-MLP'"),
         ({"seeds": "[1, 1]"}, "seeds has a seed twice"),
     ],
 )
@@ -144,11 +144,11 @@ def test_files_that_are_no_sweeps(tmp_path, digits, capsys):
         ("x: width", "x: channels", "mask_density=0.5 has no place on the axis x=channels"),
         ("mlp_width: 64, mask_density: 0.125", "mlp_width: 32, mask_density: 0.5", "mask_density=0.5' twice"),
         ("points: [{embed_dim: 8, mixed_tokens: 8}]", "points: []", "series.S-Mixer.points needs at least one point"),
-        ("  S-Mixer:", "  ../../S-Mixer:", "series.'../../S-Mixer' is no name for folders of runs"),
-        ("embed_dim: 8", "embed_dim: null", "--model-kwargs embed_dim=None: None is no value"),
+        ("  S-Mixer:", "  ../../S-Mixer:", "series.'../../S-Mixer' cannot name folders of runs"),
+        ("embed_dim: 8", "embed_dim: null", "--model-kwargs embed_dim=None: None is not a value"),
         ("num_layers: 2", "num_layers: 1000000000", "num_layers must be at most 10,000, got 1000000000"),
         ("title:", "titel: x\ntitle:", "titel is unknown; did you mean 'title'?"),
-        ("num_layers: 2", "num_layers: 3", "similarity compares branches of the same number"),
+        ("num_layers: 2", "num_layers: 3", "similarity needs models with equally many branches, got"),
     ):
         (tmp_path / "sweep.yaml").write_text(good.replace(old, new))
         assert run(tmp_path / "sweep.yaml", tmp_path / "out") == 1
@@ -156,7 +156,7 @@ def test_files_that_are_no_sweeps(tmp_path, digits, capsys):
     timms = "options: --model vit_tiny_patch16_224\n    points: [{patch_size: 2, depth: 1}]\n"
     (tmp_path / "sweep.yaml").write_text(f"{good.replace('similarity: S-Mixer', '')}  ViT:\n    {timms}")
     assert run(tmp_path / "sweep.yaml", tmp_path / "out") == 1
-    assert "--model vit_tiny_patch16_224 is timm's; a sweep is of smlp_* models" in capsys.readouterr().err
+    assert "--model vit_tiny_patch16_224 is timm's, but a sweep needs smlp_* models" in capsys.readouterr().err
     assert main(["wide-sparse", "report", str(tmp_path)]) == 1
     assert f"{tmp_path} holds no sweep of smlp wide-sparse run: there is no sweep.json" in capsys.readouterr().err
 

@@ -295,7 +295,7 @@ class HarnessModel(TemplateLM):
         """Return a writer of ``count`` texts after each context; of one text where all would be the same."""
         room = self.max_length - self.lm.decoder.config.prefix_tokens - 1
         if order.max_tokens > room:
-            warnings.warn(f"{task} asks for {order.max_tokens} new tokens, and at most {room} fit", stacklevel=2)
+            warnings.warn(f"{task} asks for {order.max_tokens} new tokens, but at most {room} fit", stacklevel=2)
         draws = order.method.get("temperature") != 0 and "beam" not in order.method
         try:
             return self.lm.writer(

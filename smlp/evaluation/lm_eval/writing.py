@@ -47,8 +47,8 @@ class WritingOrder:
         unknown = [name for name in given if name not in _KNOWN]
         if unknown:
             raise UserError(
-                f"{task}: generation_kwargs has {', '.join(map(repr, unknown))}, which cannot be done here; there are "
-                f"{', '.join(_KNOWN)}"
+                f"{task}: generation_kwargs has {', '.join(map(repr, unknown))}, which is not supported here; "
+                f"supported are {', '.join(_KNOWN)}"
             )
         for name, kinds in _NUMBERS.items():
             if name in given and (not isinstance(given[name], kinds) or isinstance(given[name], bool)):

@@ -41,7 +41,7 @@ def find(data_dir: Path, folders: Sequence[str], names: Sequence[str], source: s
         return found
     expected = " or ".join(str(data_dir / folders[0] / name) for name in names)
     compressed = next(_candidates(data_dir, folders, [name + end for name in names for end in _COMPRESSED]), None)
-    hint = f"it comes from {source}" if compressed is None else f"{compressed} is there: decompress it"
+    hint = f"it comes from {source}" if compressed is None else f"{compressed} exists: decompress it"
     raise UserError(f"{expected} is missing; {hint}")
 
 
@@ -107,7 +107,7 @@ def _decompressed(path: Path) -> bytes:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path} is damaged, or not a gzip file: {error}") from None
     if len(content) > _MOST_BYTES:
-        raise UserError(f"{path} holds more than {_MOST_BYTES:,} bytes: it is not a file of a task")
+        raise UserError(f"{path} holds more than {_MOST_BYTES:,} bytes: it is not a task's file")
     return content
 
 
@@ -138,7 +138,7 @@ def labels_beside(path: Path) -> Path | None:
             return there
     for there in (labels.with_name(labels.name + end) for end in _COMPRESSED):
         if there.is_file():
-            raise UserError(f"{labels} is missing: it has the answers to {path}; {there} is there: decompress it")
+            raise UserError(f"{labels} is missing: it has the answers to {path}; {there} exists: decompress it")
     return None
 
 

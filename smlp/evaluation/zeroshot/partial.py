@@ -157,7 +157,7 @@ def _check_pins(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> Non
     if changed:
         raise UserError(
             f"{path} holds scores of a run that was stopped, with {', '.join(changed)}: repeat its command to resume "
-            "it, remove the file to begin anew, or name another --output"
+            "it, remove the file to start over, or name another --output"
         )
 
 

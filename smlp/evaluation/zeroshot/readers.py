@@ -289,7 +289,7 @@ def _record_item(
         raise UserError(f"{place}: 'answers' is missing: a split without answers cannot be scored")
     strange = [answer for answer in answers if answer not in entities]
     if strange:
-        raise UserError(f"{place}: the answer {strange[0]!r} is none of the {len(entities)} entities")
+        raise UserError(f"{place}: the answer {strange[0]!r} is not among the {len(entities)} entities")
     return RecordItem(identity, passage, query, tuple(dict.fromkeys(entities)), tuple(dict.fromkeys(answers)))
 
 

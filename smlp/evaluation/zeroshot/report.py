@@ -162,9 +162,9 @@ def _notes(name: str, one: Mapping[str, Any]) -> str:
         )
     for key, what in (
         ("num_partly_scored", "have candidates that begin within the model's prefix"),
-        ("num_repeated", "are in the file once more, with the same id, and count once"),
-        ("num_alike", "say the same as another with another id, and count"),
-        ("num_shared_ids", "have the id of another one that says something else"),
+        ("num_repeated", "appear in the file again with the same id and are counted once"),
+        ("num_alike", "repeat another record under a different id and are counted"),
+        ("num_shared_ids", "have the same id as a different record"),
     ):
         if one[key]:
             notes.append(f"{one[key]} records {what}")

@@ -151,15 +151,17 @@ class TextWriter:
             raise UserError(f"num_return must be from 1 to {_MAX_RETURN}, got {self.num_return!r}")
         if not self._searches:
             if self.num_return > 1 and self.method.temperature == 0:
-                raise UserError(f"num_return={self.num_return} texts of greedy choices would all be the same")
+                raise UserError(f"num_return={self.num_return} texts of greedy decoding would all be the same")
         elif self.method.size >= len(self.tokenizer.vocabulary):
             raise UserError(
                 f"beam={self.method.size} must be below the {len(self.tokenizer.vocabulary)} symbols of the dictionary"
             )
         elif self.num_return > self.method.size:
-            raise UserError(f"num_return={self.num_return} is more than the beam={self.method.size} texts of a search")
+            raise UserError(
+                f"num_return={self.num_return} is more than the beam={self.method.size} texts that a search finds"
+            )
         elif self.stop:
-            raise UserError("stop strings do not go with beam search, which ends texts at </s>")
+            raise UserError("stop strings cannot be combined with beam search, which ends texts at </s>")
         elif self.limits.when_full == "slide":
             raise UserError("sliding cannot be combined with beam search, which compares texts in one context")
 
@@ -187,7 +189,7 @@ class TextWriter:
             UserError: as :func:`smlp.inference.generation.sampled_texts`; or a beam search, which shows no text early.
         """
         if self._searches:
-            raise UserError("a beam search knows no text before its end, so it cannot be followed: sample")
+            raise UserError("a beam search has no text before its end, so it cannot be followed: use sampling")
         texts = sampled_texts(
             self.decoder, prompts, self.limits, self.method, self.num_return, self._banned, self._fill
         )

@@ -80,7 +80,7 @@ def ready_prompts(
             and is neither to stop nor to slide there, or its prompt fills the context; the model's routing is leaky.
     """
     if config.is_leaky:
-        raise UserError("a model with feature_routing=leaky needs the tokens that it is to write, so it cannot write")
+        raise UserError("a model with feature_routing=leaky reads the tokens that it predicts: it cannot generate text")
     ready = []
     for number, prompt in enumerate(prompts, start=1):
         where = "" if len(prompts) == 1 else f"prompt {number}: "
@@ -93,7 +93,7 @@ def ready_prompts(
         if room < (limits.max_tokens if limits.when_full == "refuse" else max(limits.min_tokens, 1)):
             raise UserError(
                 f"{where}{len(tokens)} prompt tokens (start symbol included) and {limits.max_tokens} new ones need "
-                f"{limits.max_tokens + config.max_tokens - room} positions and the model has "
+                f"{limits.max_tokens + config.max_tokens - room} positions, but the model has "
                 f"max_tokens={config.max_tokens}: ask for fewer tokens, "
                 + ("give a shorter prompt" if reads_last or room < 1 else "let texts stop there")
                 + ("" if reads_last else ", or allow sliding")

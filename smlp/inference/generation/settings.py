@@ -113,8 +113,8 @@ class Limits:
         )
         _require(
             self.min_tokens == 0 or self.end is not None,
-            f"min_tokens={self.min_tokens} says how long </s> is held off, and here </s> ends nothing: "
-            "use beam search or stop_at_eos as well",
+            f"min_tokens={self.min_tokens} says for how many tokens </s> is excluded, but </s> does not end "
+            "texts here: use beam search or stop_at_eos as well",
         )
         _require(
             self.when_full in WHEN_FULL, f"when_full must be one of {', '.join(WHEN_FULL)}, got {self.when_full!r}"
@@ -135,11 +135,11 @@ def method_of(greedy: bool = False, beam: int | None = None, **settings: Any) ->
     of_sampling = {field.name for field in dataclasses.fields(Sampling)}
     of_beam_search = {field.name for field in dataclasses.fields(BeamSearch)} - {"size"}
     for name in settings:
-        _require(name in of_sampling | of_beam_search, f"there is no setting {name!r} for writing text")
+        _require(name in of_sampling | of_beam_search, f"there is no generation setting {name!r}")
     _require(isinstance(greedy, bool), f"greedy must be True or False, got {greedy!r}")
     if beam is not None:
         drawn = [*(["greedy"] if greedy else []), *(name for name in settings if name in of_sampling)]
-        _require(not drawn, f"beam={beam} draws no tokens, so it cannot be combined with {', '.join(drawn)}")
+        _require(not drawn, f"beam={beam} does not sample tokens, so it cannot be combined with {', '.join(drawn)}")
         return BeamSearch(beam, **settings)
     searched = [name for name in settings if name in of_beam_search]
     _require(not searched, f"{', '.join(searched)} needs a beam search: give beam as well")

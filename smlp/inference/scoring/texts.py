@@ -122,7 +122,7 @@ def fit(
     if longest > room:
         beside = f" after its prefix of {prefix_tokens}" if prefix_tokens else ""
         raise TooLongError(
-            f"a candidate has {longest} tokens and the model's context holds {room}{beside} (max_tokens={max_tokens})"
+            f"a candidate has {longest} tokens, but the model's context holds {room}{beside} (max_tokens={max_tokens})"
         )
     num_cut = max(0, *(len(text.tokens) - max_tokens for text in texts))
     num_filled = max(0, prefix_tokens - min(text.num_context - min(num_cut, text.num_context) for text in texts))

@@ -135,8 +135,8 @@ class Base(ScoredRouterKind):
     def check(self, config: ModelConfig) -> None:
         require(
             not (config.base_shuffle and config.base_warmup),
-            f"base_warmup={config.base_warmup} routes by token ids, which tokens that base_shuffle moves to other "
-            "ranks leave behind: give one of the two",
+            f"base_warmup={config.base_warmup} routes by token ids, which base_shuffle does not send to other ranks "
+            "with the tokens: give one of the two",
         )
 
     def build(self, config: ModelConfig) -> BalancedRouter:

@@ -131,7 +131,7 @@ class BlockKind(ModelPart):
         Raises:
             UserError: the block does not define it.
         """
-        raise UserError(f"{self.name} blocks do not say how much they keep: the memory of an update is unknown")
+        raise UserError(f"{self.name} blocks do not say how much memory they keep: the memory of an update is unknown")
 
     def ffn_multiple(self, config: ModelConfig) -> int:
         """Return the number of which F must be a multiple."""

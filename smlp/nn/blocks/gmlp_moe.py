@@ -192,8 +192,8 @@ class PlacedTokenMoE(TokenMoE):
         """
         if context.state is not None and self.dispatcher.num_ranks > 1:
             raise UserError(
-                f"{self.name}: text is written token by token only where each rank holds all experts: load the "
-                "model with an expert-parallel size of 1"
+                f"{self.name}: text can be generated token by token only if each rank holds all experts: load "
+                "the model with an expert-parallel size of 1"
             )
         return super().forward(x_BnH, context)
 
