@@ -132,10 +132,10 @@ def test_metrics_are_those_of_glue(asked, tmp_path, task, classes, metric, optio
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lr", "0"], "--lr 0.0: "),
-        (["--lr", "nan"], "--lr nan: "),
+        (["--lr", "0"], "--lr must be above 0"),
+        (["--lr", "nan"], "--lr must be above 0"),
         (["--lr", "1", "1e0"], "a value is given twice"),
-        (["--batch-size", "-1"], "--batch-size -1: "),
+        (["--batch-size", "-1"], "--batch-size must be at least 1"),
         (["--seeds", "1", "1"], "a value is given twice"),
         (["--epochs", "0"], "--epochs must be at least 1"),
         (["--epochs", "1", "--updates", "9"], "give --epochs or --updates"),
