@@ -35,7 +35,10 @@ from smlp.text.binarized import read_fairseq_tokens
 from smlp.text.ngram import NGramModel
 from smlp.text.tokenizer import Vocabulary
 
-MODELS = ("smlp_tiny", "gmlp_lm_tiny")
+#: a sparse and a dense all-MLP of equal FLOPs, each with the levers that help it most (docs/results/sparse_pays.md)
+SPARSE, DENSE = "smlp_hash_tiny", "gmlp_lm_tiny"
+MODELS = (SPARSE, DENSE)
+LEVERS = {"spatial_weights": "toeplitz"}
 NGRAMS = {1: "unigram", 2: "bigram", 3: "trigram", 5: "5-gram"}
 DRAWN = ("unigram", "bigram", "trigram")  # the 5-gram lies so near the trigram that their labels would overlap
 VALIDATIONS = 4
@@ -65,7 +68,7 @@ def make_data(options: argparse.Namespace, text: Path, pieces: Path, data: Path)
 
 def seconds_per_update(arch: str, vocab_size: int, num_updates: int = 4) -> float:
     """Measure forward, backward and optimizer of one batch on this machine."""
-    model = smlp.build(arch, vocab_size=vocab_size, max_tokens=TOKENS_PER_SAMPLE, dropout=0.0)
+    model = smlp.build(arch, vocab_size=vocab_size, max_tokens=TOKENS_PER_SAMPLE, dropout=0.0, **LEVERS)
     optimizer = torch.optim.Adam(model.parameters())
     tokens = torch.randint(4, vocab_size, (BATCH_SIZE, TOKENS_PER_SAMPLE + 1))
     times = []
@@ -93,8 +96,10 @@ def choose_num_updates(options: argparse.Namespace, data: Path, chosen: Path) ->
 
 def train(options: argparse.Namespace, arch: str, data: Path, run: Path, num_updates: int) -> None:
     """Steps 3 and 4: run fairseq-train with a live display; its whole output goes to a log."""
-    warmup = ["--warmup-updates", str(min(WARMUP_UPDATES, num_updates // 2))]
-    if not tools.train(arch, arch, data, run, num_updates, VALIDATIONS, options.logs(f"train-{arch}"), more=warmup):
+    more = ["--warmup-updates", str(min(WARMUP_UPDATES, num_updates // 2))]
+    for name, value in LEVERS.items():
+        more += [f"--{name.replace('_', '-')}", value]
+    if not tools.train(arch, arch, data, run, num_updates, VALIDATIONS, options.logs(f"train-{arch}"), more=more):
         print(f"      {run} is trained, skipped")
 
 
@@ -208,15 +213,15 @@ def main() -> None:
     make_data(options, text, pieces, data)
     num_updates = choose_num_updates(options, data, options.out / "num_updates")
     for step, arch in enumerate(MODELS, start=3):
-        announce(step, f"train {arch}: {num_updates} updates of {TOKENS_PER_UPDATE} tokens, through fairseq-train")
+        announce(step, f"train {arch}, Toeplitz: {num_updates} updates of {TOKENS_PER_UPDATE} tokens by fairseq-train")
         train(options, arch, data, folders[arch], num_updates)
     announce(5, "evaluate with fairseq-eval-lm, and with n-gram models of the same tokens\n")
     report(options, text, data, folders, num_updates)
     print()
-    announce(6, "three continuations by smlp_tiny")
-    sample(folders["smlp_tiny"], tuple(options.prompt or PROMPTS))
+    announce(6, f"three continuations by {SPARSE}")
+    sample(folders[SPARSE], tuple(options.prompt or PROMPTS))
     minutes = (time.perf_counter() - start) / 60
-    best = os.path.relpath(folders["smlp_tiny"] / "checkpoint_best.pt")
+    best = os.path.relpath(folders[SPARSE] / "checkpoint_best.pt")
     data_path = os.path.relpath(data)
     print(f"""
 done in {minutes:.1f} minutes. Checkpoints: {", ".join(os.path.relpath(run) for run in folders.values())}
@@ -227,7 +232,7 @@ the next three commands to try (after: source {os.path.relpath(ROOT / ".venv/bin
 
 
 def settings_of(options: argparse.Namespace) -> dict:
-    """Return what a run folder belongs to: the text's content, the vocabulary and the training budget."""
+    """Return what a run folder belongs to: the text's content, the vocabulary, the models and the training budget."""
     sources = [Path(name) for name in options.text or []]
     if options.splits:
         sources = [options.splits / f"{name}.txt" for name in ("train", "valid", "test")]
@@ -236,7 +241,7 @@ def settings_of(options: argparse.Namespace) -> dict:
         raise UserError(f"there is no text file {', '.join(missing)}")
     checksums = {str(path.resolve()): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources}
     budget = {"updates": options.updates} if options.updates else {"minutes": options.minutes}
-    return {"text": checksums, "vocab_size": options.vocab_size, **budget}
+    return {"text": checksums, "vocab_size": options.vocab_size, "models": {arch: LEVERS for arch in MODELS}, **budget}
 
 
 def check_settings(options: argparse.Namespace) -> None:

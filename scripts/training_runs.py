@@ -60,7 +60,7 @@ def settle(out: Path, settings: dict, is_fresh: bool) -> None:
         return
     made_with = json.loads(path.read_text())
     if made_with != settings:
-        names = [name for name, value in made_with.items() if settings.get(name) != value]
+        names = [name for name in {**made_with, **settings} if settings.get(name) != made_with.get(name)]
         raise UserError(
             f"{out} was made with another {', '.join(names)} (see {path}): choose another folder with --out"
         )

@@ -36,7 +36,7 @@ def test_it_was_executed():
 
 
 def test_every_cell_runs(tmp_path, monkeypatch, capsys):
-    write_checkpoint(tmp_path / "runs" / "quickstart" / "smlp_tiny", WORDS, max_tokens=32)
+    write_checkpoint(tmp_path / "runs" / "quickstart" / "smlp_hash_tiny", WORDS, max_tokens=32)
     monkeypatch.chdir(tmp_path)
     cells = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
     names, printed = {}, []

@@ -41,7 +41,7 @@ def test_quickstart_on_a_users_text_twice(tiny_text, tmp_path, refused):
     )
     assert first.returncode == 0, (first.stdout, first.stderr[-3000:])
     table = (tmp_path / "run" / "result.md").read_text()
-    for model in ("unigram", "bigram", "trigram", "5-gram", "smlp_tiny", "gmlp_lm_tiny"):
+    for model in ("unigram", "bigram", "trigram", "5-gram", "smlp_hash_tiny", "gmlp_lm_tiny"):
         assert re.search(rf"^\| {model} \| [\d.,]+ \| [\d.,]+ \| [\d.,]+ \|", table, re.M), table
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
     assert "> the s1" in first.stdout and "smlp generate --path" in first.stdout
