@@ -77,6 +77,7 @@ def test_a_test_run_in_which_nothing_ran_fails(tmp_path):
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     (tmp_path / "tests").mkdir()
+    (tmp_path / "pytest.ini").touch()  # or a setup.py above makes the name of this test's folder a keyword
     (tmp_path / "tests" / "test_it.py").write_text(
         "import pytest\ndef test_a():\n    pytest.skip('no reason')\ndef test_b():\n    pass\n"
     )
