@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def test_what_is_in_the_wheel(built: Path):
     assert not list(site.glob("tests")) and not list(site.glob("examples"))
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"requirements/constraints.txt", "scripts/quickstart.sh", "docs/models.md"} <= names
+    assert {"requirements/constraints.txt", "scripts/quickstart.sh", "docs/models.md", "CITATION.cff"} <= names
 
 
 def test_a_wheel_needs_no_clone(built: Path, tmp_path: Path):
@@ -84,19 +85,61 @@ def test_no_message_installs_another_project():
                 assert offered not in text.replace("smlp-lm", ""), path
 
 
-def test_what_is_imported_is_declared():
-    """Every package that a file imports is one that setup.py names, and every requirement is imported."""
+#: modules of an extra: they import its packages at once, others in functions or under ``try``
+OF_EXTRAS = {
+    "smlp/evaluation/lm_eval/": "lm-eval",
+    "smlp/hf/": "hf",
+    "smlp/ops/triton_": "test",  # outside of tests, torch's CUDA builds bring Triton
+    "smlp/serving/": "serve",
+    "smlp/vision/": "vision",
+    "smlp/wide_sparse/features.py": "vision",
+}
+NOT_IMPORTED = {
+    "fairseq-fixed": "is fairseq where ve-fairseq has no wheel",
+    "fairscale": "fairseq imports it for --zero-sharding and fully_sharded",
+    "lxml-html-clean": "trafilatura imports it",
+    **{name: "data_prep imports it by its name" for name in ("pyarrow", "requests", "urllib3", "zstandard")},
+    "protobuf": "transformers imports it for tokenizers",
+    "accelerate": "transformers imports it in its Trainer",
+    "tensorboard": "fairseq imports it through torch",
+    "wandb": "fairseq imports it",
+    "onnx": "torch.onnx imports it",
+    "onnxruntime": "users run ONNX files with it",
+    "onnxscript": "torch.onnx imports it",
+}
+
+
+def test_what_is_imported_is_declared(built: Path):
+    """What a module imports at once is a base requirement or one of its extra's; all other imports are in some extra."""
+    (metadata,) = (built / "site").glob("*.dist-info")
+    required = {"": set()}
+    for line in importlib.metadata.Distribution.at(metadata).requires:
+        extra = re.search(r"extra == .([\w-]+)", line)
+        required.setdefault(extra[1] if extra else "", set()).add(canonical(line))
+    of_users = set().union(*(names for extra, names in required.items() if extra not in ("test", "docs", "bench")))
     providers = importlib.metadata.packages_distributions()
-    required = {canonical(line) for line in importlib.metadata.requires("smlp-lm") or []}
-    imported = set()
+    unused = set(of_users)
     for path in [*(REPOSITORY / "smlp").rglob("*.py"), *(REPOSITORY / "data_prep").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-            imported |= {name.partition(".")[0] for name in names}
-    imported -= {*sys.stdlib_module_names, "smlp", "data_prep"}
-    for name in imported:
-        assert required & {canonical(provider) for provider in providers[name]}, f"{name} is imported, and not declared"
+        file = path.relative_to(REPOSITORY).as_posix()
+        extra = next((extra for start, extra in OF_EXTRAS.items() if file.startswith(start)), "")
+        for name, at_once in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            if name not in (*sys.stdlib_module_names, "smlp", "data_prep"):
+                packages = {canonical(provider) for provider in providers[name]}
+                allowed = required[""] | required[extra] if at_once else of_users
+                assert packages & allowed, f"{file} imports {name}, which is not declared for it"
+                unused -= packages
+    assert unused == NOT_IMPORTED.keys()
+
+
+def imports(node: ast.AST, at_once: bool = True) -> Iterator[tuple[str, bool]]:
+    """Yield each package that is imported, and whether that happens whenever the module is."""
+    for child in ast.iter_child_nodes(node):
+        names = [alias.name for alias in child.names] if isinstance(child, ast.Import) else []
+        names += [child.module] if isinstance(child, ast.ImportFrom) and not child.level else []
+        yield from ((name.partition(".")[0], at_once) for name in names)
+        is_later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Try)
+        is_later = is_later or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test))
+        yield from imports(child, at_once and not is_later)
 
 
 def canonical(requirement: str) -> str:
