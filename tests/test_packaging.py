@@ -110,7 +110,7 @@ NOT_IMPORTED = {
 
 
 def test_what_is_imported_is_declared(built: Path):
-    """What a module imports at once is a base requirement or one of its extra's; all other imports are in some extra."""
+    """What a module imports at once is a base requirement or one of its extra's; other imports are in any extra."""
     (metadata,) = (built / "site").glob("*.dist-info")
     required = {"": set()}
     for line in importlib.metadata.Distribution.at(metadata).requires:

@@ -1,10 +1,12 @@
 """torch.compile, torch.export, ONNX and torch.func on whole models, against the models themselves."""
 
 import functools
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from running import run_python
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -96,6 +98,23 @@ def test_compiled_training(arch, monkeypatch):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_the_option_compiles_every_block(tiny_data, tmp_path):
+    """Through the command, with a backend that runs graphs as they are and notes them."""
+    program = """
+import sys, torch
+from smlp.cli.main import main
+graphs, compiled, compile = [], [], torch.compile
+torch.compile = lambda f: (compiled.append(f), compile(f, backend=lambda graph, _: (graphs.append(graph), graph)[1]))[1]
+status = main(sys.argv[1:])
+print(f"{len(compiled)} blocks, {len(graphs)} graphs")
+sys.exit(status)
+"""
+    sizes = ["--embed-dim", "16", "--ffn-dim", "32", "--num-dense-layers", "2", "--num-sparse-layers", "0"]
+    run = ["--max-update", "2", "--batch-size", "4", "--tokens-per-sample", "16", "--cpu", "--save-dir", tmp_path]
+    done = run_python("-c", program, "train", tiny_data, "--arch", "gmlp_lm_tiny", *sizes, *run, "--compile")
+    assert done.rc == 0 and re.search(r"^2 blocks, [1-9]\d* graphs$", done.stdout, re.M), done
+
+
 @pytest.mark.parametrize(
     "arch", ["gmlp_lm", "bert_mlm_rel", "smlp", "smlp_partial", "hash_lm", "gmlp_moe", "gshard_lm"]
 )
@@ -109,9 +128,7 @@ def test_exported_models_take_other_sizes(arch):
         torch.testing.assert_close(got[ids != 1], want[ids != 1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "arch", ["gmlp_lm", "bert_mlm", "bert_mlm_rel", "smlp", "gmlp_moe", "hash_lm", "switch_lm"]
-)
+@pytest.mark.parametrize("arch", ["gmlp_lm", "bert_mlm", "bert_mlm_rel", "smlp", "gmlp_moe", "hash_lm", "switch_lm"])
 def test_onnx(arch):
     runtime = pytest.importorskip("onnxruntime")
     module, ids = model(arch, torch.float).eval(), tokens(3, 10)
