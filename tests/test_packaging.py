@@ -59,6 +59,25 @@ def test_a_wheel_needs_no_clone(built: Path, tmp_path: Path):
     assert mine == str(tmp_path / "mine" / "scripts" / "slurm")
 
 
+def test_a_wheel_submits_jobs(built: Path, tiny_data: Path, tmp_path: Path):
+    """``where: slurm``, with a program that stands in for sbatch and notes what it is to run."""
+    (built / "bin").mkdir(exist_ok=True)
+    sbatch = built / "bin" / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\necho "$SMLP_ROOT" "$@" >> {tmp_path}/jobs\necho 42\n')
+    sbatch.chmod(0o755)
+    (tmp_path / "one.yaml").write_text(
+        f"data: {tiny_data}\ntokens: 1k\ntokens_per_sample: 16\nbatch_size: 4\nrecipe: {{lr: 0.001}}\n"
+        "models:\n  a: {arch: gmlp_lm_tiny}\n  b: {arch: gmlp_lm_tiny, recipe: {lr: 0.002}}\n"
+        "run: {where: slurm, nodes: 1, tasks_per_node: 2}\n"
+    )
+    said = run(built, tmp_path, sys.executable, "-m", "smlp", "compare", "run", "one.yaml", "--out", "out")
+    assert "job 42: 2 runs, 2 ranks each; job 42 scores them afterwards" in said
+    train, score = (tmp_path / "jobs").read_text().splitlines()
+    root = built / "site" / "smlp" / "project"
+    assert f" {root / 'scripts' / 'slurm'}/sweep.sbatch " in train and "--array=1-2" in train
+    assert score.startswith(f"{root} ") and f" {root / 'scripts' / 'slurm'}/score.sbatch " in score
+
+
 def test_examples_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from smlp.cli.main import main
 
