@@ -44,7 +44,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for folder in ("smlp", "data_prep", "examples", "scripts", "docs", "requirements"):
         shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", *(f"{page}.md" for page in PAGES), "LICENSE"):
+    for name in (
+        "setup.py",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "CITATION.cff",
+        *(f"{page}.md" for page in PAGES),
+        "LICENSE",
+    ):
         shutil.copy(REPOSITORY / name, source)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     subprocess.run(command, check=True, capture_output=True, timeout=240)

@@ -46,7 +46,7 @@ TESTED = {
 PYTHON = ("3.11", "3.12")
 # Both re-releases of fairseq 0.12 are imported as `fairseq`; the original fails on these Python versions.
 FAIRSEQ = ("ve-fairseq", "fairseq-fixed")
-INSTALL = "pip install -e . in the repository installs the pinned versions"
+INSTALL = "pip install -e . in the repository, or pip install of the wheel, installs the pinned versions"
 
 LITTLE_DISK = 2 << 30  # bytes: three copies of a small model with its optimizer's state
 SLOW_BF16 = 2.0  # bf16 counts as unsupported by the hardware if it is this many times slower than fp32

@@ -101,14 +101,12 @@ class SelfAttention(nn.Module):
         Rows sum to 1. They are those of :meth:`forward` in evaluation, for whole sequences.
         """
         x_Bn3H = self.proj_in(x_BnH)
-        scores = x_Bn3H.new_zeros(x_BnH.size(0), self.num_heads, 1, 1)
+        mask = self._mask(x_Bn3H, 0, context.valid_Bn)
         if self.has_content:
             query, key, _ = x_Bn3H.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-            scores = query @ key.transpose(2, 3) / math.sqrt(key.size(3))
-        mask = self._mask(x_Bn3H, 0, context.valid_Bn)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        return scores.softmax(-1)
+            return _shares(query, key, mask)
+        assert mask is not None, "what has no content has a bias"
+        return mask.softmax(-1).expand(x_BnH.size(0), -1, -1, -1)
 
     def _mix(self, x_Bn3H: Tensor, context: ForwardContext) -> Tensor:
         """Map queries, keys and values (B, n, 3H), or values alone (B, n, H), to what each position sees, (B, n, H)."""
@@ -127,7 +125,10 @@ class SelfAttention(nn.Module):
         mask = self._mask(x_Bn3H, start, context.valid_Bn)
         if self.has_content:
             key, value = key_value.chunk(2, dim=1)
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+            if torch.compiler.is_exporting():  # torch.onnx cannot reshape what torch's attention with a mask returns
+                mixed = F.dropout(_shares(query, key, mask), dropout) @ value
+            else:
+                mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
         else:
             assert mask is not None, "attention without content scores has a bias"
             shares = F.dropout(mask.softmax(-1), dropout)
@@ -144,6 +145,14 @@ class SelfAttention(nn.Module):
             return visible
         bias = self.relative(start + num_new)[:, start:].to(x_Bn3H.dtype)
         return bias if visible is None else bias.masked_fill(~visible, -math.inf)
+
+
+def _shares(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """Return softmax(QK + mask), (B, h, n, m); a mask of bool says which keys are visible."""
+    scores = query @ key.transpose(2, 3) / math.sqrt(key.size(3))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1)
 
 
 def _visible(num_new: int, start: int, like: Tensor) -> Tensor | None:

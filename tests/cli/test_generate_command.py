@@ -69,6 +69,15 @@ def test_several_texts_have_a_line_each(path, lm, prompts, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+def test_half_precision(path, capsys):
+    exact, half = [], []
+    for dtype, values in (("fp32", exact), ("bf16", half)):
+        words = ["--prompt", "the s1", "--max-tokens", "1", "--greedy", "--output", "-", "--dtype", dtype]
+        assert main(["generate", "--path", path, *words]) == 0
+        values += json.loads(capsys.readouterr().out)["token_log_probs"]
+    assert half != exact and half == pytest.approx(exact, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -129,20 +129,32 @@ def test_ranks_write_the_same_files(model, data, tmp_path):
     assert json.loads((tmp_path / "two.json").read_text()) == report and len(rows) == 12
 
 
-@pytest.mark.parametrize("arch", ["smlp_tiny", "gmlp_moe_tiny"])
-def test_ranks_share_the_experts(arch, data, tmp_path):
+def test_half_precision(model, data, tmp_path):
+    exact, half = (
+        [
+            candidate["scores"]["sum"]
+            for row in results(tmp_path, model[0], data, *words)[1]
+            for candidate in row["candidates"]
+        ]
+        for words in (["--tasks", "copa", "--dtype", dtype] for dtype in ("fp32", "bf16"))
+    )
+    assert half != exact and half == pytest.approx(exact, rel=0.02)
+
+
+@pytest.mark.parametrize(("arch", "num_ranks"), [("smlp_tiny", 4), ("gmlp_moe_tiny", 2)])
+def test_ranks_share_the_experts(arch, num_ranks, data, tmp_path):
     """Batches are others, so numbers agree up to rounding; a rank without a batch has experts for the others."""
-    path, _ = write_checkpoint(tmp_path / "model", SYMBOLS, arch, CONTEXT)
+    path, _ = write_checkpoint(tmp_path / "model", SYMBOLS, arch, CONTEXT, num_experts=num_ranks)
     command = ["--tasks", "copa,record", "--batch-tokens", "300", "--scoring", "unconditional"]
     report, rows = results(tmp_path, path, data, *command)
-    files = ["--output", tmp_path / "two.jsonl", "--json", tmp_path / "two.json"]
+    files = ["--output", tmp_path / "spread.jsonl", "--json", tmp_path / "spread.json"]
     words = ["-m", "smlp", "zeroshot", "--path", path, "--data-dir", data, "--device", "cpu", *command, *files]
-    done = run_python(*words, "--nproc", "2", "--spread-experts")
+    done = run_python(*words, "--nproc", num_ranks, "--spread-experts")
     assert done.rc == 0, done.stderr
-    spread = json.loads((tmp_path / "two.json").read_text())
+    spread = json.loads((tmp_path / "spread.json").read_text())
     assert spread["settings"]["spread_experts"] and spread["tasks"].keys() == report["tasks"].keys()
     assert spread["average"] == report["average"]
-    for line, row in zip((tmp_path / "two.jsonl").read_text().splitlines(), rows, strict=True):
+    for line, row in zip((tmp_path / "spread.jsonl").read_text().splitlines(), rows, strict=True):
         for theirs, ours in zip(json.loads(line)["candidates"], row["candidates"], strict=True):
             common = min(len(theirs["log_probs"]), len(ours["log_probs"]))
             assert theirs["log_probs"][-common:] == pytest.approx(ours["log_probs"][-common:], abs=1e-5)

@@ -65,6 +65,16 @@ def test_the_six_tasks_agree_with_the_harness(path, harness, data, tmp_path):
             assert [response[0] for response in sample["filtered_resps"]] == pytest.approx(scores, abs=1e-4)
 
 
+def test_half_precision(path, data, tmp_path):
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        output = tmp_path / f"{dtype}.jsonl"
+        assert lm_eval(path, "--tasks", "copa", "--data-dir", data, "--dtype", dtype, "--output", output) == 0
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+        found[dtype] = [response[0] for row in rows for response in row["filtered_resps"]]
+    assert found["bf16"] != found["fp32"] and found["bf16"] == pytest.approx(found["fp32"], rel=0.02)
+
+
 def test_record_is_written_as_the_harness_writes_it(data, monkeypatch):
     """Its own module wants transformers, for two functions that no text depends on."""
     stub = types.ModuleType("transformers.data.metrics.squad_metrics")

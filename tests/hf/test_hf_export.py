@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from running import run_python
+from running import USER_DIR, run_python
 from safetensors import SafetensorError
-from tiny_checkpoints import WORDS, write_checkpoint
+from tiny_checkpoints import SMALL, WORDS, write_checkpoint
 
 import smlp
 import smlp.hf
@@ -53,7 +53,7 @@ def test_logits_and_texts_are_those_of_the_checkpoint(model):
     lm, tokenizer = smlp.load_pretrained(path), AutoTokenizer.from_pretrained(folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.randint(2, 14, (3, 30), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(theirs(tokens).logits, lm(tokens).logits)
+    torch.testing.assert_close(theirs(tokens).logits, lm(tokens).logits, rtol=0, atol=1e-5)
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
     for settings, options in (
         ({"greedy": True, "stop_at_eos": True}, {"do_sample": False}),
@@ -139,6 +139,28 @@ def test_an_encoder_fills_masks_and_comes_back(tmp_path, capsys):
     assert command("checkpoint", "import", folder, "-o", tmp_path / "back" / "checkpoint.pt") == 0
     again = smlp.load_pretrained(tmp_path / "back" / "checkpoint.pt")
     assert torch.equal(again(torch.tensor([[0, 5, 2]])), ours(torch.tensor([[0, 5, 2]])))
+
+
+def test_training_goes_on_from_a_folder(tiny_data, run_fairseq_many, tmp_path):
+    """An update at a learning rate of almost 0 leaves the weights of the folder."""
+    words = [line.split()[0] for line in (tiny_data / "dict.txt").read_text().splitlines()]
+    path, decoder = write_checkpoint(tmp_path / "ours", words, "switch_lm_tiny", 32, num_heads=2)
+    back = tmp_path / "back" / "checkpoint.pt"
+    assert command("checkpoint", "import", exported(path, tmp_path / "hf"), "-o", back) == 0
+    sizes = {name: getattr(decoder.config, name) for name in ("num_heads", *SMALL)}
+    args = [
+        *(tiny_data, "--user-dir", USER_DIR, "--task", "language_modeling", "--arch", "switch_lm_tiny"),
+        *(word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", size)),
+        *("--tokens-per-sample", 32, "--batch-size", 4, "--optimizer", "adam", "--lr", 1e-20, "--max-update", 1),
+        *("--finetune-from-model", back, "--save-dir", tmp_path / "run", "--num-workers", 0),
+    ]
+    (run,) = run_fairseq_many([{"tool": "train", "args": args}])
+    assert run.rc == 0, run
+    trained = open_checkpoint(tmp_path / "run" / "checkpoint_last.pt")
+    assert trained.num_updates == 1
+    found = smlp.load_pretrained(tmp_path / "run" / "checkpoint_last.pt").core.state_dict()
+    for name, value in decoder.state_dict().items():
+        torch.testing.assert_close(found[name], value, msg=name)
 
 
 def test_a_model_is_fine_tuned_by_the_trainer_and_comes_back(tmp_path):

@@ -1,6 +1,7 @@
 """Checkpoints as plain models, and the commands that use them: generate and leak-test."""
 
 import json
+from argparse import Namespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tiny_checkpoints import WORDS, write_checkpoint
 import smlp
 from smlp.checkpoint.load import load_pretrained
 from smlp.cli.main import main
+from smlp.cli.options import load_any_model, load_model
 from smlp.inference.generation import Sampling
 from smlp.moe.experts import expert_parameters
 from smlp.parallel import ExpertLayout, LocalGroup, Ranks, cut_state
@@ -59,6 +61,16 @@ def test_weights_that_stay_in_the_file(arch, kind, tmp_path):
     path.write_bytes(b"replaced")
     for name, weight in again.core.named_parameters():
         assert torch.equal(weight, dict(core.named_parameters())[name]), name
+
+
+@pytest.mark.parametrize("load", [load_model, load_any_model])
+def test_commands_leave_weights_in_the_file(load, checkpoint):
+    path, decoder = checkpoint
+    options = {"path": str(path), "dict": None, "tokenizer": None, "device": "cpu", "dtype": "fp32"}
+    model = load(Namespace(command="generate", **options))
+    with open("/proc/self/maps") as maps:
+        assert any(line.rstrip().endswith(str(path)) for line in maps)
+    assert torch.equal(model.core.embedding.weight, decoder.embedding.weight)
 
 
 def test_a_symbol_stands_once_in_a_dictionary(tmp_path):

@@ -1,10 +1,12 @@
 """torch.compile, torch.export, ONNX and torch.func on whole models, against the models themselves."""
 
 import functools
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from running import run_python
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -15,10 +17,8 @@ from smlp.fairseq_compat.trainer import SparseTrainer
 SMALL = {"vocab_size": 30, "max_tokens": 12, "embed_dim": 16, "ffn_dim": 32, "num_dense_layers": 1, "dropout": 0.0}
 SPARSE = {"num_sparse_layers": 1, "num_experts": 4}
 WHOLE = ["gmlp_lm", "dense_lm", "amlp_mlm", "bert_mlm_rel"]
-IN_PARTS = ["smlp", "gmlp_moe"]
-#: in training and in evaluation
-SPARSE_WHOLE = {"smlp": (True, False), "smlp_partial": (True,), "base_lm": (True,), "hash_lm": (True,)}
-SPARSE_WHOLE |= {"switch_lm": (True, False), "gshard_lm": (True,)}
+IN_PARTS = ["smlp", "smlp_partial", "base_lm", "gmlp_moe"]
+SPARSE_WHOLE = ["smlp", "smlp_partial", "base_lm", "hash_lm", "switch_lm", "gshard_lm"]
 
 
 def model(arch: str, dtype: torch.dtype = torch.double) -> torch.nn.Module:
@@ -49,27 +49,37 @@ def gradients(module: torch.nn.Module, call, ids: torch.Tensor) -> list[torch.Te
     return [real, *torch.autograd.grad(loss, list(module.parameters()))]
 
 
+def results(module: torch.nn.Module, call, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Logits of real tokens, and in training all gradients."""
+    if module.training:
+        return gradients(module, call, ids)
+    with torch.no_grad():
+        return [outputs(call, ids)[0][ids != 1]]
+
+
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("arch", [*WHOLE, *IN_PARTS])
-def test_compiled_models(arch):
+def test_compiled_models(arch, training):
     torch._dynamo.reset()
-    module, ids = model(arch).train(), tokens(3, 10)
-    want = gradients(module, module, ids)
+    module, ids = model(arch).train(training), tokens(3, 10)
+    want = results(module, module, ids)
     # A tMoE stays outside: how many tokens an expert gets depends on the data.
     compiled = torch.compile(module, backend="aot_eager", fullgraph=arch in WHOLE)
-    for got, expected in zip(gradients(module, compiled, ids), want, strict=True):
+    for got, expected in zip(results(module, compiled, ids), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("arch", "training"), [(arch, mode) for arch, modes in SPARSE_WHOLE.items() for mode in modes])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("arch", SPARSE_WHOLE)
 def test_one_graph_with_sizes_that_depend_on_values(arch, training):
     torch._dynamo.reset()
     module, ids = model(arch).train(training), tokens(3, 10)
     torch.manual_seed(1)  # GShard draws its second experts
-    want = gradients(module, module, ids)
+    want = results(module, module, ids)
     torch.manual_seed(1)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-        found = gradients(module, compiled, ids)
+        found = results(module, compiled, ids)
     for got, expected in zip(found, want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
@@ -88,6 +98,23 @@ def test_compiled_training(arch, monkeypatch):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_the_option_compiles_every_block(tiny_data, tmp_path):
+    """Through the command, with a backend that runs graphs as they are and notes them."""
+    program = """
+import sys, torch
+from smlp.cli.main import main
+graphs, compiled, compile = [], [], torch.compile
+torch.compile = lambda f: (compiled.append(f), compile(f, backend=lambda graph, _: (graphs.append(graph), graph)[1]))[1]
+status = main(sys.argv[1:])
+print(f"{len(compiled)} blocks, {len(graphs)} graphs")
+sys.exit(status)
+"""
+    sizes = ["--embed-dim", "16", "--ffn-dim", "32", "--num-dense-layers", "2", "--num-sparse-layers", "0"]
+    run = ["--max-update", "2", "--batch-size", "4", "--tokens-per-sample", "16", "--cpu", "--save-dir", tmp_path]
+    done = run_python("-c", program, "train", tiny_data, "--arch", "gmlp_lm_tiny", *sizes, *run, "--compile")
+    assert done.rc == 0 and re.search(r"^2 blocks, [1-9]\d* graphs$", done.stdout, re.M), done
+
+
 @pytest.mark.parametrize(
     "arch", ["gmlp_lm", "bert_mlm_rel", "smlp", "smlp_partial", "hash_lm", "gmlp_moe", "gshard_lm"]
 )
@@ -101,7 +128,7 @@ def test_exported_models_take_other_sizes(arch):
         torch.testing.assert_close(got[ids != 1], want[ids != 1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("arch", ["smlp", "gmlp_moe"])
+@pytest.mark.parametrize("arch", ["gmlp_lm", "bert_mlm", "bert_mlm_rel", "smlp", "gmlp_moe", "hash_lm", "switch_lm"])
 def test_onnx(arch):
     runtime = pytest.importorskip("onnxruntime")
     module, ids = model(arch, torch.float).eval(), tokens(3, 10)

@@ -367,6 +367,21 @@ def test_the_command(checkpoint):
         assert process.stderr.read() == ""
 
 
+def test_half_precision(checkpoint, monkeypatch):
+    answers = []
+
+    def answer(server, sockets):
+        with TestClient(server.config.app) as client:
+            body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 0}
+            answers.append(ask(client, **body)[1]["choices"][0]["logprobs"]["token_logprobs"])
+
+    monkeypatch.setattr(uvicorn.Server, "run", answer)
+    for dtype in ("fp32", "bf16"):
+        assert main(["serve", str(checkpoint), "--port", "0", "--device", "cpu", "--dtype", dtype]) == 0
+    exact, half = answers
+    assert half != exact and half == pytest.approx(exact, rel=0.02)
+
+
 def test_a_port_is_taken_before_the_model_is_loaded(checkpoint, capsys):
     with _listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
