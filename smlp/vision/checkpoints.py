@@ -18,7 +18,7 @@ from timm.models import load_state_dict as read_safetensors
 from torch import nn
 
 from smlp.checkpoint.torch_file import check_records
-from smlp.errors import UserError
+from smlp.errors import UserError, out_of_memory
 from smlp.files import regular_file
 from smlp.vision.model import ImageModel
 from smlp.vision.weights import change_resolution, from_timm
@@ -79,7 +79,8 @@ def create_model(args: Namespace) -> nn.Module:
     except UserError:
         raise
     except (TypeError, AssertionError, ValueError, RuntimeError) as error:
-        raise UserError(f"--model {args.model} does not take these settings: {error}") from None
+        reason = out_of_memory(error) or str(error).partition("\n")[0]  # torch adds its C++ stack
+        raise UserError(f"--model {args.model} does not take these settings: {reason}") from None
     _check_patches(model, args)
     return model
 
