@@ -64,14 +64,6 @@ exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same
 _EVALUATE = """evaluate a checkpoint of smlp vision train or of timm; model, image size and normalisation are those of
 its training unless they are given"""
 
-#: what timm.create_model takes itself, and would take for a setting: with the option to give instead
-_TIMMS_OWN = {
-    **{"in_chans": "; give --in-chans", "num_classes": "; give --num-classes", "pretrained": "; give --pretrained"},
-    **{"drop_rate": "; give --drop", "drop_path_rate": "; give --drop-path"},
-    **{"checkpoint_path": "; give --initial-checkpoint", "features_only": "", "pretrained_cfg": ""},
-    **{"pretrained_cfg_overlay": "", "cache_dir": "", "scriptable": "", "exportable": "", "no_jit": ""},
-}
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands with their options."""
@@ -618,8 +610,6 @@ def _setting(word: str) -> tuple[str, Any]:
     name, equals, text = word.partition("=")
     if not equals or not name.isidentifier():
         raise UserError(f"--model-kwargs {word}: KEY=VALUE is expected, such as num_layers=4")
-    if name in _TIMMS_OWN:
-        raise UserError(f"--model-kwargs {word}: {name} is not a setting of the model{_TIMMS_OWN[name]}")
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

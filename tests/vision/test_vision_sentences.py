@@ -323,6 +323,38 @@ def test_damaged_weights_have_no_accuracy(digits, trained, capsys, tmp_path):
     assert f"{tmp_path / 'nan.pth.tar'} on " in line and "is nan: its weights are damaged or have diverged" in line
 
 
+def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
+    path = tmp_path / "damaged.pth.tar"
+    for name, value in (
+        ("mean", "abc"),
+        ("std", [None]),
+        ("crop_pct", 1e-4),
+        ("classes", 5),
+        ("model_kwargs", [1]),
+        ("model", 5),
+        ("img_size", "8"),
+    ):
+        content = torch.load(trained, weights_only=False)
+        setattr(content["args"], name, value)
+        torch.save(content, path)
+        line = sentence(capsys, "evaluate", path, "--data-dir", digits, "-j", "0")
+        assert f"{path} is damaged: it was trained with --{name.replace('_', '-')} {value!r}" in line
+    content["args"] = argparse.Namespace(model_kwargs={"pretrained_cfg": 5}, model="smlp_mixer_tiny")
+    torch.save(content, path)
+    assert "pretrained_cfg is not a setting" in sentence(capsys, "evaluate", path, "--data-dir", digits, "-j", "0")
+    for name, value, words in (
+        ("state_dict_ema", 5, "damaged.pth.tar is damaged: its state_dict_ema holds no weights"),
+        ("state_dict_ema", {}, "damaged.pth.tar is damaged: its state_dict_ema holds no weights"),
+        ("state_dict_ema", {"a": torch.zeros(1)}, "damaged.pth.tar is of another model than smlp_mixer_tiny: it lacks"),
+        ("epoch", "x", "damaged.pth.tar is damaged: its epoch is 'x'"),
+        ("epoch", float("nan"), "damaged.pth.tar is damaged: its epoch is nan"),
+    ):
+        content = torch.load(trained, weights_only=False)
+        content[name] = value
+        torch.save(content, path)
+        assert words in train(capsys, digits, "--resume", path, "--model-ema", "--epochs", "2")
+
+
 def test_a_pipe_is_no_image(digits, capsys):
     os.mkfifo(digits / "train" / "3" / "pipe.png")
     words = ("train", "--data-dir", digits, "--model", "smlp_mixer_tiny", *SMALL, "--output", digits.parent / "output")
