@@ -247,6 +247,11 @@ def mean(sources: Sequence[LazyTensor]) -> ComputedTensor:
     return ComputedTensor(sources, of_elements)
 
 
+def is_finite(tensor: LazyTensor) -> bool:
+    """Return whether a tensor has neither NaN nor infinity."""
+    return all(torch.isfinite(piece).all() for piece in tensor.pieces())
+
+
 def are_equal(first: LazyTensor, second: LazyTensor) -> bool:
     """Return whether two tensors have the same shape, dtype and content."""
     same_kind = (first.shape, first.dtype) == (second.shape, second.dtype)

@@ -8,7 +8,7 @@ import importlib
 import math
 import os
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from smlp.cli.numbers import MOST, MOST_PROCESSES, MOST_SIZE, real, whole
 from smlp.cli.options import refuse_unused
 from smlp.errors import UserError
 from smlp.launch.machine import num_cores
+from smlp.vision.image_options import check_images, listed
 
 DESCRIPTION = "images: data, training, evaluation and tables of MLP-Mixer and gMLP, with timm's parts"
 EPILOG = """examples:
@@ -339,7 +340,7 @@ def _model_options(parser: argparse.ArgumentParser, required: bool) -> None:
     )
     group.add_argument(
         "--crop-pct",
-        **real(0, 10, above=True),
+        **real(0.1, 10),  # timm resizes each image to its side divided by this
         metavar="X",
         help="side of the evaluated crop relative to the resized image (default: the model's)",
     )
@@ -489,11 +490,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
             shown = " ".join(f"{number:g}" for number in pair)
             limit = "" if most == math.inf else f" and at most {most:g}"
             raise UserError(f"--{option.replace('_', '-')} {shown}: two numbers above 0{limit} are needed, in order")
-    _check_images(args, args.in_chans or 3)
+    check_images(args, args.in_chans or 3)
     if args.opt_betas is not None and not all(0 <= number < 1 for number in args.opt_betas):
-        raise UserError(f"--opt-betas {_listed(args.opt_betas)}: betas are from 0 to below 1")
+        raise UserError(f"--opt-betas {listed(args.opt_betas)}: betas are from 0 to below 1")
     if args.decay_milestones != sorted(set(args.decay_milestones)) or args.decay_milestones[0] < 1:
-        raise UserError(f"--decay-milestones {_listed(args.decay_milestones)}: epochs from 1 on, in order, are needed")
+        raise UserError(f"--decay-milestones {listed(args.decay_milestones)}: epochs from 1 on, in order, are needed")
     groups = (
         ("--clip-grad", args.clip_grad is not None, ["clip_mode"]),
         ("--sched step", args.sched == "step", ["decay_epochs"]),
@@ -506,38 +507,20 @@ def _check_numbers(args: argparse.Namespace) -> None:
             ["mixup_prob", "mixup_switch_prob", "mixup_mode", "mixup_off_epoch"],
         ),
         ("--model-ema", args.model_ema, ["model_ema_decay", "model_ema_warmup"]),
-        ("--amp", args.amp, ["amp_dtype"]),
+        *_needs_amp(args),
     )
     refuse_unused(args, _train_options, "{option} has no effect without {companion}", groups)
     if args.experiment is not None and Path(args.experiment).name != args.experiment:
         raise UserError(f"--experiment {args.experiment!r} is a name for a folder in --output, without '/'")
 
 
-def _check_images(args: argparse.Namespace, channels: int | None) -> None:
-    """Check the options about images as :func:`_check_numbers` does; ``channels`` is None if unknown."""
-    for option, is_good, about in (
-        ("mean", lambda number: math.isfinite(number), "means are finite"),
-        ("std", lambda number: 0 < number < math.inf, "deviations are above 0"),
-    ):
-        numbers = getattr(args, option)
-        if numbers is not None and not all(map(is_good, numbers)):
-            raise UserError(f"--{option} {_listed(numbers)}: {about}")
-        if channels is not None and numbers is not None and len(numbers) not in (1, channels):
-            raise UserError(
-                f"--{option} {_listed(numbers)}: images of {channels} channels need {channels} numbers, or one"
-            )
-    if args.input_size is not None and min(args.input_size) < 1:
-        raise UserError(f"--input-size {_listed(args.input_size)}: sizes are at least 1")
-    if channels is not None and args.input_size is not None and args.input_size[0] != channels:
-        raise UserError(f"--input-size {_listed(args.input_size)}: --in-chans is {channels}")
-
-
-def _listed(numbers: Sequence[float]) -> str:
-    return " ".join(f"{number:g}" for number in numbers)
+def _needs_amp(args: argparse.Namespace) -> list[tuple[str, object, list[str]]]:
+    return [("--amp", args.amp, ["amp_dtype"])]
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    _check_images(args, args.in_chans)
+    check_images(args, args.in_chans)
+    refuse_unused(args, _evaluate_options, "{option} has no effect without {companion}", _needs_amp(args))
     from data_prep.images import FACTS
     from smlp.cli.json_file import check_not_read, check_outputs, write_json
 

@@ -189,7 +189,10 @@ def _spectrum_of_model(args: argparse.Namespace) -> int:
     print(f"largest singular values of the spatial matrices of {name}, weights scaled to variance 1/T")
     rows = []
     for layer in layers:
-        values = [scaled_largest(matrix, layer.is_causal) for matrix in layer.experts.matrices().detach().double()]
+        matrices = layer.experts.matrices().detach().double()
+        if not matrices.isfinite().all():
+            raise UserError(f"{name}: the spatial weights of layer {layer.layer} are no finite numbers")
+        values = [scaled_largest(matrix, layer.is_causal) for matrix in matrices]
         # a Toeplitz matrix has no independent entries, so that there is no such edge
         edge = None if layer.is_toeplitz else CAUSAL_EDGE if layer.is_causal else 2.0
         known = [value for value in values if value is not None]

@@ -39,7 +39,12 @@ MOST_INIT = 1e6  # scale of initial weights; safe in single precision
 MOST_LAYERS = 10_000  # a layer takes time and memory to build however narrow it is
 
 
-def _check_most(config: Any, names: Iterable[str]) -> None:
+def check_most(config: Any, names: Iterable[str]) -> None:
+    """Refuse sizes that torch cannot handle.
+
+    Raises:
+        UserError: the message names the first of them.
+    """
     for name in names:
         value = getattr(config, name)
         require(value <= MOST_SIZE, f"{name} must be at most {MOST_SIZE:,}, got {value}")
@@ -116,7 +121,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         require(self.num_experts >= 1, f"num_experts must be at least 1, got {self.num_experts}")
-        _check_most(self, ("num_experts",))
+        check_most(self, ("num_experts",))
         require(
             0 < self.centroid_init_gain < MOST_INIT,
             f"centroid_init_gain must be positive and below {MOST_INIT:g}, got {self.centroid_init_gain}",
@@ -195,7 +200,7 @@ class ModelConfig(MoEConfig):
         sizes = ("vocab_size", "max_tokens", "embed_dim", "ffn_dim", "num_heads")
         for name in sizes:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        _check_most(self, sizes)
+        check_most(self, sizes)
         for name in ("num_dense_layers", "num_sparse_layers"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
         require(

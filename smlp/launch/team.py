@@ -70,7 +70,7 @@ class Team:
             if device.type == "cuda" and device.index is None and self.gpu is not None:
                 device = torch.device("cuda", self.gpu)
             torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, ImportError) as error:  # some kinds of device are modules of their own
             raise UserError(f"--device {wanted} cannot be used here: {str(error).splitlines()[0]}") from None
         if device.type == "meta":
             raise UserError("--device meta computes nothing: name another device")

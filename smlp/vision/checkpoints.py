@@ -6,7 +6,7 @@ import argparse
 import difflib
 import importlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,20 @@ from timm.models import load_state_dict as read_safetensors
 from torch import nn
 
 from smlp.checkpoint.torch_file import check_records
-from smlp.errors import UserError
+from smlp.errors import UserError, out_of_memory
 from smlp.files import regular_file
 from smlp.vision.model import ImageModel
 from smlp.vision.weights import change_resolution, from_timm
 
 #: registers smlp_mixer_* and smlp_gmlp_*
 OWN_MODELS = "smlp.vision.timm_models"
+#: what timm.create_model takes itself, and would take for a setting: with the option to give instead
+_TIMMS_OWN = {
+    **{"in_chans": "; give --in-chans", "num_classes": "; give --num-classes", "pretrained": "; give --pretrained"},
+    **{"drop_rate": "; give --drop", "drop_path_rate": "; give --drop-path"},
+    **{"checkpoint_path": "; give --initial-checkpoint", "features_only": "", "pretrained_cfg": ""},
+    **{"pretrained_cfg_overlay": "", "cache_dir": "", "scriptable": "", "exportable": "", "no_jit": ""},
+}
 
 
 @contextmanager
@@ -64,6 +71,8 @@ def create_model(args: Namespace) -> nn.Module:
         hint = f"did you mean {' or '.join(close)}?" if close else "timm.list_models() names them all"
         raise UserError(f"--model {args.model}: timm has no such model; {hint}")
     settings = dict(args.model_kwargs)
+    if own := [name for name in settings if name in _TIMMS_OWN]:
+        raise UserError(f"--model-kwargs: {own[0]} is not a setting of the model{_TIMMS_OWN[own[0]]}")
     if args.img_size is not None:
         settings.setdefault("img_size", args.img_size)
     try:
@@ -79,7 +88,8 @@ def create_model(args: Namespace) -> nn.Module:
     except UserError:
         raise
     except (TypeError, AssertionError, ValueError, RuntimeError) as error:
-        raise UserError(f"--model {args.model} does not take these settings: {error}") from None
+        reason = out_of_memory(error) or str(error).partition("\n")[0]  # torch adds its C++ stack
+        raise UserError(f"--model {args.model} does not take these settings: {reason}") from None
     _check_patches(model, args)
     return model
 
@@ -121,10 +131,17 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     if state is None:
         content = {"state_dict": content}
         state = content["state_dict"]
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+    if not _are_weights(state):
         raise UserError(f"{path} holds no weights: a checkpoint of timm has a state_dict")
+    averaged = content.get("state_dict_ema")
+    if averaged is not None and not (averaged and _are_weights(averaged)):
+        raise UserError(f"{path} is damaged: its state_dict_ema holds no weights")
     names = [name for name in ("state_dict", "state_dict_ema") if content.get(name) is not None]
     return {**content, "state_dict": state, **{name: clean_state_dict(content[name]) for name in names}}
+
+
+def _are_weights(state: Any) -> bool:
+    return isinstance(state, dict) and all(isinstance(value, torch.Tensor) for value in state.values())
 
 
 def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = True) -> dict[str, Any]:
@@ -220,4 +237,29 @@ def trained_with(checkpoint: dict[str, Any], path: str | Path) -> Namespace:
         raise UserError(f"{path} is a checkpoint of fairseq-train, not of an image model")
     if not isinstance(args, Namespace):
         raise UserError(f"{path} does not say which model it holds: name it with --model")
+    for name, fits in _OPTIONS.items():
+        value = getattr(args, name, None)
+        if value is not None and not fits(value):
+            raise UserError(f"{path} is damaged: it was trained with --{name.replace('_', '-')} {value!r:.99}")
+    if args.__dict__.get("model") is None:
+        raise UserError(f"{path} does not say which model it holds: name it with --model")
     return args
+
+
+def _are(kinds: type | tuple[type, ...]) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, list | tuple) and all(isinstance(value, kinds) for value in values)
+
+
+#: what an evaluation takes over from a training, and whether a value can be such an option
+_OPTIONS: dict[str, Callable[[Any], bool]] = {
+    "model": lambda value: isinstance(value, str),
+    "model_kwargs": lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
+    "img_size": lambda value: isinstance(value, int),
+    "num_classes": lambda value: isinstance(value, int),
+    "in_chans": lambda value: isinstance(value, int),
+    "classes": _are(str),
+    "mean": _are((int, float)),
+    "std": _are((int, float)),
+    "crop_pct": lambda value: isinstance(value, int | float) and 0.1 <= value <= 10,
+    "interpolation": lambda value: isinstance(value, str),
+}

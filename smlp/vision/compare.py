@@ -95,6 +95,8 @@ def read_comparison(path: Path) -> Comparison:
 def read_seeds(section: Section) -> list[int]:
     """Return the seeds of a file; 1, 2 and 3 by default."""
     seeds = [section.as_count("seeds", seed, least=0, most=_MOST_SEED) for seed in section.values("seeds", [1, 2, 3])]
+    if not seeds:
+        raise section.error("seeds", "is empty: name at least one")
     if len(set(seeds)) < len(seeds):
         raise section.error("seeds", f"has a seed twice: {seeds}")
     return seeds

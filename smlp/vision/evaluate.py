@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -16,10 +17,11 @@ from timm.utils import accuracy
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from smlp.errors import UserError
+from smlp.errors import NaNError, UserError
 from smlp.launch.team import Team
 from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint, trained_with
-from smlp.vision.data import evaluation_loader, open_split
+from smlp.vision.data import evaluation_loader, open_split, said_by_timm
+from smlp.vision.image_options import check_images
 
 #: options of a training that an evaluation of its checkpoint takes over unless they are given
 _TAKEN_OVER = (
@@ -128,11 +130,13 @@ def evaluate(args: Namespace) -> dict[str, Any]:
         forward passes, ``images_per_second_with_loading`` of everything.
 
     Raises:
-        UserError: checkpoint, data and options do not fit together.
+        UserError: checkpoint, data and options do not fit together, or the loss is no finite number.
     """
     checkpoint = read_checkpoint(args.checkpoint)
     model = model_of(args, checkpoint)
-    dataset = open_split(args.data_dir, args.split, args.classes, 3 if args.in_chans is None else args.in_chans)
+    channels = 3 if args.in_chans is None else args.in_chans
+    check_images(args, channels)
+    dataset = open_split(args.data_dir, args.split, args.classes, channels)
     if len(dataset.reader.class_to_idx) > model.num_classes:
         raise UserError(
             f"{dataset.reader.root} has {len(dataset.reader.class_to_idx)} classes, but the model has "
@@ -141,9 +145,15 @@ def evaluate(args: Namespace) -> dict[str, Any]:
     device = Team().device(args.device)
     args.rank, args.world_size, args.distributed = 0, 1, False
     config = resolve_data_config(vars(args), model=model)
-    loader = evaluation_loader(dataset, args, config, device)
+    with said_by_timm("--interpolation"):
+        loader = evaluation_loader(dataset, args, config, device)
     start = time.perf_counter()
     found = validate(model.to(device), loader, args, precision_of(args, device))
+    if not math.isfinite(found["loss"]):
+        raise NaNError(
+            f"the loss of {args.checkpoint} on {dataset.reader.root} is {found['loss']}: its weights are damaged "
+            "or have diverged, or --mean and --std do not fit the images"
+        )
     took, seconds, timed = time.perf_counter() - start, found.pop("seconds"), found.pop("timed_images")
     return {
         "checkpoint": str(Path(args.checkpoint)),

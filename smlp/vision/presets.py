@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smlp.config import MOST_LAYERS
+from smlp.config.model import check_most
 from smlp.config.settings import check_choices, require, setting
 from smlp.errors import UserError
 
@@ -100,6 +101,7 @@ class ImageConfig:
         )
         for name in sizes:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        check_most(self, (*sizes, "num_classes", "mixed_tokens", "mlp_width", "mlp_hidden"))
         require(self.num_layers <= MOST_LAYERS, f"num_layers must be at most {MOST_LAYERS:,}, got {self.num_layers}")
         require(self.num_classes >= 0, f"num_classes must not be negative, got {self.num_classes}")
         require(

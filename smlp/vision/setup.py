@@ -11,7 +11,7 @@ import torch
 import yaml
 from timm.data import resolve_data_config
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.models import load_state_dict, resume_checkpoint, safe_model_name
+from timm.models import resume_checkpoint, safe_model_name
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler_factory import scheduler_kwargs
@@ -86,13 +86,15 @@ class Training:
         if checkpoint is not None:
             if "optimizer" not in checkpoint:
                 raise UserError(f"--resume {args.resume} holds only weights: start from it with --initial-checkpoint")
+            if not isinstance(checkpoint.get("epoch", 0), int):
+                raise UserError(f"--resume {args.resume} is damaged: its epoch is {checkpoint['epoch']!r:.99}")
             epoch = resume_checkpoint(self.model, args.resume, self.optimizer, self.scaler, log_info=False)
             self.first_epoch = int(epoch or 0)
         self.average = None
         if args.model_ema:
             self.average = ModelEmaV3(self.model, decay=args.model_ema_decay, use_warmup=args.model_ema_warmup)
             if checkpoint is not None and "state_dict_ema" in checkpoint:
-                self.average.module.load_state_dict(load_state_dict(args.resume))
+                load_weights(self.average.module, checkpoint, args.resume, args)
         if args.grad_accum_steps > len(self.batches):
             raise UserError(
                 f"--grad-accum-steps {args.grad_accum_steps} is more than the {len(self.batches)} batches of an epoch"

@@ -72,7 +72,7 @@ class _Loop(Training):
                 self.batches.mixup_enabled = False
             trained = self._one_epoch(epoch)
             rate = self.optimizer.param_groups[0]["lr"]
-            evaluated = self._evaluate()
+            evaluated = self._evaluate(epoch)
             self.set_rate(epoch + 1, (epoch + 1) * self.updates_per_epoch)
             self._say(
                 f"epoch {epoch}: training loss {trained['loss']:.4f}; validation loss {evaluated['loss']:.4f}, top-1 "
@@ -113,7 +113,8 @@ class _Loop(Training):
                     self.average.update(self.model, step=update)
                 self.set_rate(None, update)
             if is_last or (number + 1) % args.log_interval == 0:
-                losses.update(self._checked(recent.avg, epoch, number), recent.count)
+                sentence = f"training loss is {{}} after batch {number + 1} of epoch {epoch}"
+                losses.update(self._checked(recent.avg, sentence), recent.count)
                 recent.reset()
                 speed = (number + 1) * args.batch_size * args.world_size / (time.perf_counter() - start)
                 left = (num_batches - number - 1) * args.batch_size * args.world_size / speed
@@ -139,10 +140,11 @@ class _Loop(Training):
                 dispatch_clip_grad(parameters, args.clip_grad, mode=args.clip_mode)
             self.optimizer.step()
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, epoch: int) -> dict[str, float]:
         """Evaluate the moving average if there is one, or else the model."""
         model = self.model if self.average is None else self.average.module
         found = validate(model, self.held_out, self.args, self.precision)
+        self._checked(found["loss"], f"validation loss is {{}} after epoch {epoch}")
         return {name: found[name] for name in ("loss", "top1", "top5")}
 
     def _save(self, epoch: int, top1: float) -> None:
@@ -162,11 +164,16 @@ class _Loop(Training):
                 "earlier epochs are intact"
             ) from error
 
-    def _checked(self, loss: Any, epoch: int, number: int) -> float:
+    def _checked(self, loss: Any, sentence: str) -> float:
+        """Return a loss as a number.
+
+        Raises:
+            NaNError: it is not finite; the message is the sentence with the loss in its braces, and advice.
+        """
         if not math.isfinite(value := float(loss)):
             raise NaNError(
-                f"the training loss is {value} after batch {number + 1} of epoch {epoch}: lower --lr or set "
-                f"--clip-grad; the checkpoints in {self.folder} are from earlier epochs"
+                f"the {sentence.format(value)}: lower --lr or set --clip-grad; the checkpoints in {self.folder} are "
+                "from earlier epochs"
             )
         return value
 

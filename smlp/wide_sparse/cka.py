@@ -103,7 +103,7 @@ def recorded(branches: Branches) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def compare_models(
-    models: Sequence[nn.Module], branches: Sequence[Branches], batches: Iterable[Tensor]
+    models: Sequence[nn.Module], branches: Sequence[Branches], batches: Iterable[Tensor], names: Sequence[str]
 ) -> dict[str, Any]:
     """Return the CKA of the branches of two models on the same inputs.
 
@@ -111,9 +111,13 @@ def compare_models(
         models: both of them.
         branches: of each, in the order of execution.
         batches: inputs of the models.
+        names: of the models, for messages.
 
     Returns:
         ``first`` and ``second``, names of branches; ``cka``, a row for each of the first; ``inputs``, their number.
+
+    Raises:
+        UserError: the features of a branch have no CKA.
     """
     cka, seen = MiniBatchCKA(), 0
     for inputs in batches:
@@ -123,4 +127,11 @@ def compare_models(
         cka.add(one, two)
         seen += len(inputs)
     first, second = (list(own) for own in branches)
-    return {"first": first, "second": second, "cka": cka.matrix().tolist() if seen else [], "inputs": seen}
+    matrix = cka.matrix() if seen else torch.zeros(0, 0)
+    if not matrix.isfinite().all():
+        one, two = (~matrix.isfinite()).nonzero()[0].tolist()
+        raise UserError(
+            f"branch {first[one]} of {names[0]} and {second[two]} of {names[1]} have no CKA: the features of one are "
+            "no finite numbers, or are the same for every input"
+        )
+    return {"first": first, "second": second, "cka": matrix.tolist(), "inputs": seen}

@@ -75,7 +75,7 @@ def compare_checkpoints(
     args.__dict__.update(batch_size=batch_size, validation_batch_size=None, workers=0, distributed=False)
     loader = islice(evaluation_loader(dataset, args, config, torch.device("cpu")), batches)
     whole = (images for images, _ in loader if len(images) == batch_size)
-    found = compare_models(models, [branches(model) for model in models], whole)
+    found = compare_models(models, [branches(model) for model in models], whole, (first, second))
     if not found["inputs"]:
         raise UserError(f"{data_dir} has {len(dataset)} images in {split}, less than --batch-size {batch_size}")
     found["images"] = found.pop("inputs")

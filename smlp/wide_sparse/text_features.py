@@ -83,7 +83,7 @@ def compare_language_models(
         raise UserError(f"the text has {len(x_ST)} sequences of {T} tokens, less than --batch-size {batch_size}")
     whole = (x_BT for x_BT in x_ST.split(batch_size) if len(x_BT) == batch_size)
     cores = [model.core.eval() for model in models]
-    found = compare_models(cores, [branches(core) for core in cores], islice(whole, batches))
+    found = compare_models(cores, [branches(core) for core in cores], islice(whole, batches), names)
     found["sequences"] = found.pop("inputs")
     return found
 

@@ -116,6 +116,15 @@ def test_the_average_is_the_mean(tmp_path: Path, arch: str, monkeypatch) -> None
     assert differences(content(one)["model"], models[0]) == []
 
 
+def test_weights_that_are_no_numbers_are_not_averaged(whole: Path, tmp_path: Path, capsys) -> None:
+    state = content(whole)
+    next(iter(state["model"].values()))[0, 0] = float("nan")
+    torch.save(state, tmp_path / "nan.pt")
+    error = refused(capsys, "average", whole, tmp_path / "nan.pt", "-o", tmp_path / "mean.pt")
+    assert f"decoder.core.embedding.weight of {tmp_path / 'nan.pt'} is not finite" in error
+    assert not (tmp_path / "mean.pt").exists()
+
+
 def test_the_newest_checkpoints_of_a_run_are_averaged(whole: Path, tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -48,6 +48,17 @@ def test_spectrum_of_a_checkpoint(tmp_path, capsys):
         assert layer["largest"][0] == pytest.approx(expected.item())
 
 
+def test_spatial_weights_that_are_no_numbers(tmp_path, capsys):
+    path, _ = write_checkpoint(tmp_path, WORDS)
+    state = torch.load(path, weights_only=True)
+    for name, value in state["model"].items():
+        if value.shape[-2:] == (12, 12):
+            state["model"][name] = value.fill_(float("nan"))
+    torch.save(state, path)
+    assert main(["wide-sparse", "spectrum", str(path)]) == 1
+    assert f"{path}: the spatial weights of layer 0 are no finite numbers" in capsys.readouterr().err
+
+
 def test_cka_of_two_checkpoints(tmp_path, capsys):
     let_torchvision_load()
     import timm
@@ -82,6 +93,13 @@ def test_cka_of_two_checkpoints(tmp_path, capsys):
     assert all(same[i][i] == pytest.approx(1) for i in range(4))
     assert main(["wide-sparse", "cka", *paths, *options[:-1], "16"]) == 1
     assert "has 8 images in validation, less than --batch-size 16" in capsys.readouterr().err
+    content = torch.load(paths[1], weights_only=False)
+    content["state_dict"]["stem.proj.weight"].fill_(float("nan"))
+    torch.save(content, paths[1])
+    file.unlink()
+    assert main(["wide-sparse", "cka", *paths, *options, "--json", str(file)]) == 1
+    error = capsys.readouterr().err
+    assert f"branch 0.tokens of {paths[0]} and 0 of {paths[1]} have no CKA" in error and not file.exists()
 
 
 @pytest.mark.parametrize(

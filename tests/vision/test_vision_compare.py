@@ -91,9 +91,10 @@ def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, 
         ({"seeds": "[2147483648]"}, "seeds must be at most 2,147,483,647"),
         ({"seeds": "[1, 1]"}, "seeds has a seed twice: [1, 1]"),
         ({"seeds": "[x]"}, "seeds must be a whole number"),
+        ({"seeds": "[]"}, "seeds is empty: name at least one"),
         ({"more": "--epochs x"}, "comparison.yaml: options of smlp vision train: argument --epochs: "),
     ],
-    ids=["flops", "own-option", "abbreviated", "large", "twice", "no-number", "no-option"],
+    ids=["flops", "own-option", "abbreviated", "large", "twice", "no-number", "no-seed", "no-option"],
 )
 def test_comparisons_that_are_refused(digits, tmp_path, capsys, changes, sentence):
     assert run(write(tmp_path, digits, **changes), tmp_path / "out") == 1

@@ -220,6 +220,7 @@ def test_a_loss_that_is_no_number(digits, capsys, tmp_path):
     )
     line = sentence(capsys, *words, "--opt", "sgd", "--lr", "1e6", "--output", tmp_path / "out")
     assert "lower --lr or set --clip-grad" in line
+    assert not (tmp_path / "out" / "smlp_mixer_tiny-8-42" / "model_best.pth.tar").exists()
 
 
 def test_without_the_extra(monkeypatch, capsys, digits, trained, tmp_path):
@@ -284,9 +285,74 @@ def test_values_that_timm_fails_with(digits, capsys):
         (["--ratio", "0", "0"], "--ratio 0 0: two numbers above 0 are needed"),
         (["--cutmix-minmax", "1", "0"], "--cutmix-minmax 1 0: two numbers"),
         (["--std", "-1"], "--std -1: deviations are above 0"),
+        (["--crop-pct", "0.001"], "--crop-pct must be at least 0.1, got 0.001"),
+        (["--model-kwargs", "in_chans=3"], "in_chans is not a setting of the model; give --in-chans"),
+        (["--model-kwargs", "pretrained_cfg=5"], "pretrained_cfg is not a setting of the model"),
+        (["--model-kwargs", "features_only=True"], "features_only is not a setting of the model"),
+        (["--model-kwargs", f"embed_dim={10**30}"], "embed_dim must be at most 2,147,483,647, got 1000"),
+        (["--model-kwargs", f"mlp_width={2**31}"], "mlp_width must be at most 2,147,483,647, got 2147483648"),
+        (["--device", "hpu"], "--device hpu cannot be used here: "),
         (["--experiment", "../x"], "--experiment '../x' is a name for a folder in --output"),
     ):
         assert said in train(capsys, digits, *words)
+
+
+def test_settings_that_do_not_fit_into_memory_or_integers(digits, capsys):
+    huge = train(capsys, digits, "--model-kwargs", f"embed_dim={2**31 - 1}", f"ffn_dim={2**31 - 1}")
+    assert "does not take these settings: there is not enough memory for this" in huge and "alloc_cpu" not in huge
+    line = train(capsys, digits, "--model-kwargs", f"embed_dim={10**30}", "patch_size=2", model=VIT)
+    assert f"--model {VIT} does not take these settings: " in line and "frame #" not in line
+
+
+def test_options_of_an_evaluation_that_do_not_fit_the_checkpoint(digits, trained, capsys):
+    for words, said in (
+        (["--mean", "0.1", "0.2"], "--mean 0.1 0.2: images of 1 channels need 1 numbers, or one"),
+        (["--input-size", "3", "8", "8"], "--input-size 3 8 8: --in-chans is 1"),
+        (["--interpolation", "x"], "timm does not take --interpolation: KeyError 'x'"),
+        (["--amp-dtype", "bfloat16"], "--amp-dtype has no effect without --amp"),
+        (["--std", "1e-45"], f"the loss of {trained} on {digits / 'validation'} is nan: "),
+    ):
+        assert said in sentence(capsys, "evaluate", trained, "--data-dir", digits, "-j", "0", *words)
+
+
+def test_damaged_weights_have_no_accuracy(digits, trained, capsys, tmp_path):
+    content = torch.load(trained, weights_only=False)
+    content["state_dict"]["head.weight"].fill_(float("nan"))
+    torch.save(content, tmp_path / "nan.pth.tar")
+    line = sentence(capsys, "evaluate", tmp_path / "nan.pth.tar", "--data-dir", digits, "-j", "0")
+    assert f"{tmp_path / 'nan.pth.tar'} on " in line and "is nan: its weights are damaged or have diverged" in line
+
+
+def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
+    path = tmp_path / "damaged.pth.tar"
+    for name, value in (
+        ("mean", "abc"),
+        ("std", [None]),
+        ("crop_pct", 1e-4),
+        ("classes", 5),
+        ("model_kwargs", [1]),
+        ("model", 5),
+        ("img_size", "8"),
+    ):
+        content = torch.load(trained, weights_only=False)
+        setattr(content["args"], name, value)
+        torch.save(content, path)
+        line = sentence(capsys, "evaluate", path, "--data-dir", digits, "-j", "0")
+        assert f"{path} is damaged: it was trained with --{name.replace('_', '-')} {value!r}" in line
+    content["args"] = argparse.Namespace(model_kwargs={"pretrained_cfg": 5}, model="smlp_mixer_tiny")
+    torch.save(content, path)
+    assert "pretrained_cfg is not a setting" in sentence(capsys, "evaluate", path, "--data-dir", digits, "-j", "0")
+    for name, value, words in (
+        ("state_dict_ema", 5, "damaged.pth.tar is damaged: its state_dict_ema holds no weights"),
+        ("state_dict_ema", {}, "damaged.pth.tar is damaged: its state_dict_ema holds no weights"),
+        ("state_dict_ema", {"a": torch.zeros(1)}, "damaged.pth.tar is of another model than smlp_mixer_tiny: it lacks"),
+        ("epoch", "x", "damaged.pth.tar is damaged: its epoch is 'x'"),
+        ("epoch", float("nan"), "damaged.pth.tar is damaged: its epoch is nan"),
+    ):
+        content = torch.load(trained, weights_only=False)
+        content[name] = value
+        torch.save(content, path)
+        assert words in train(capsys, digits, "--resume", path, "--model-ema", "--epochs", "2")
 
 
 def test_a_pipe_is_no_image(digits, capsys):
