@@ -345,7 +345,11 @@ def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
     for name, value, words in (
         ("state_dict_ema", 5, "damaged.pth.tar is damaged: its state_dict_ema holds no weights"),
         ("state_dict_ema", {}, "damaged.pth.tar is damaged: its state_dict_ema holds no weights"),
-        ("state_dict_ema", {"a": torch.zeros(1)}, "damaged.pth.tar is of another model than smlp_mixer_tiny: it lacks"),
+        (
+            "state_dict_ema",
+            {"a": torch.zeros(1)},
+            "damaged.pth.tar belongs to another model than smlp_mixer_tiny: it lacks",
+        ),
         ("epoch", "x", "damaged.pth.tar is damaged: its epoch is 'x'"),
         ("epoch", float("nan"), "damaged.pth.tar is damaged: its epoch is nan"),
     ):
