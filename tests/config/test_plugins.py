@@ -207,7 +207,9 @@ def test_two_files_with_one_name_and_one_file_twice(tmp_path, monkeypatch):
     sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[spec.name])  # the same parts once more, as for who imports the file himself
     monkeypatch.setenv(plugins.VARIABLE, os.pathsep.join([str(ROUTER), str(other)]))
-    with pytest.raises(smlp.UserError, match=r"'cosine' of Cosine in .*other.py.*from Cosine in .*cosine_router.py"):
+    with pytest.raises(
+        smlp.UserError, match=r"'cosine' of Cosine in .*other.py is already registered by Cosine in .*cosine_router.py"
+    ):
         smlp.preset("smlp_tiny")
 
 

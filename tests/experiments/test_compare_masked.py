@@ -113,5 +113,5 @@ def test_scores_are_the_mean_over_masked_tokens(scored):
 def test_scores_that_differ_from_the_training_are_refused(scored):
     folder, run = scored
     run.log.write_text(run.log.read_text().replace("1.500", "1.510"))
-    with pytest.raises(UserError, match=r"1\.0397 nats per token on valid, but .* of update 40, said 1\.0467"):
+    with pytest.raises(UserError, match=r"1\.0397 nats per token on valid, but .* after update 40, gave 1\.0467"):
         score_run(folder, run, device="cpu")

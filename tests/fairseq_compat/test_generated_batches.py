@@ -108,7 +108,7 @@ def test_partial_routing_fills_or_refuses():
     with pytest.raises(smlp.UserError, match=r"prompt 2: the prompt has 2 tokens.*at least 4"):
         sampled_texts(make("partial"), PROMPTS, Limits(2))
     leaky = smlp.build("smlp_leaky", vocab_size=40, max_tokens=12, embed_dim=16, ffn_dim=24, num_experts=4)
-    with pytest.raises(smlp.UserError, match="cannot write"):
+    with pytest.raises(smlp.UserError, match="cannot generate text"):
         sampled_texts(leaky, PROMPTS, Limits(2))
 
 
