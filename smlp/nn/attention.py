@@ -105,7 +105,7 @@ class SelfAttention(nn.Module):
         if self.has_content:
             query, key, _ = x_Bn3H.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
             return _shares(query, key, mask)
-        assert mask is not None, "what has no content has a bias"
+        assert mask is not None, "attention without content scores has a bias"
         return mask.softmax(-1).expand(x_BnH.size(0), -1, -1, -1)
 
     def _mix(self, x_Bn3H: Tensor, context: ForwardContext) -> Tensor:

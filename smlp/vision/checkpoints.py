@@ -235,14 +235,12 @@ def trained_with(checkpoint: dict[str, Any], path: str | Path) -> Namespace:
     args = checkpoint.get("args")
     if "cfg" in checkpoint:
         raise UserError(f"{path} is a checkpoint of fairseq-train, not of an image model")
-    if not isinstance(args, Namespace):
+    if not isinstance(args, Namespace) or vars(args).get("model") is None:
         raise UserError(f"{path} does not say which model it holds: name it with --model")
     for name, fits in _OPTIONS.items():
         value = getattr(args, name, None)
         if value is not None and not fits(value):
             raise UserError(f"{path} is damaged: it was trained with --{name.replace('_', '-')} {value!r:.99}")
-    if args.__dict__.get("model") is None:
-        raise UserError(f"{path} does not say which model it holds: name it with --model")
     return args
 
 
