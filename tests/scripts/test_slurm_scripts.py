@@ -169,7 +169,10 @@ SIZE = ["--nodes", "1", "--gpus-per-node", "8"]
         ([*SIZE, "--", "nowhere", "--arch", "smlp"], "there is no dict.txt in 'nowhere'"),
         ([*SIZE, "--", "no.sh", "data", "runs"], "there is no command file no.sh"),
         ([*SIZE, "--", SUBMIT, "data", "runs"], "submit.sh does not use examples/recipe.sh"),
-        ([*SIZE, "--", "data", "--restore-file", "x.pt"], "with --restore-file, every restart of the job would start from there"),
+        (
+            [*SIZE, "--", "data", "--restore-file", "x.pt"],
+            "with --restore-file, every restart of the job",
+        ),
         ([*SIZE, "--", "data", "--no-save"], "with --no-save, no checkpoint is saved and every restart"),
         ([*SIZE, "--", "data", "--no-last-checkpoints"], "with --no-last-checkpoints, no checkpoint is saved"),
         (
