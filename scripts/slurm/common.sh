@@ -42,7 +42,7 @@ check_arguments() {
     for word in "${ARGUMENTS[@]}"; do
         case "${word%%=*}" in
         --restore-file | --reset-optimizer | --reset-lr-scheduler | --reset-meters | --reset-dataloader)
-            fail "with ${word%%=*}, every restart of the job would start from there again: give --finetune-from-model FILE, or set SMLP_MAX_RESTARTS=0"
+            fail "${word%%=*} would apply again at every restart of the job: give --finetune-from-model FILE, or set SMLP_MAX_RESTARTS=0"
             ;;
         --no-save | --no-last-checkpoints)
             fail "with ${word%%=*}, no checkpoint is saved and every restart of the job would start from the beginning: leave it out, or set SMLP_MAX_RESTARTS=0"

@@ -169,10 +169,7 @@ SIZE = ["--nodes", "1", "--gpus-per-node", "8"]
         ([*SIZE, "--", "nowhere", "--arch", "smlp"], "there is no dict.txt in 'nowhere'"),
         ([*SIZE, "--", "no.sh", "data", "runs"], "there is no command file no.sh"),
         ([*SIZE, "--", SUBMIT, "data", "runs"], "submit.sh does not use examples/recipe.sh"),
-        (
-            [*SIZE, "--", "data", "--restore-file", "x.pt"],
-            "with --restore-file, every restart of the job",
-        ),
+        ([*SIZE, "--", "data", "--restore-file", "x.pt"], "--restore-file would apply again at every restart"),
         ([*SIZE, "--", "data", "--no-save"], "with --no-save, no checkpoint is saved and every restart"),
         ([*SIZE, "--", "data", "--no-last-checkpoints"], "with --no-last-checkpoints, no checkpoint is saved"),
         (
@@ -295,7 +292,7 @@ def test_a_restart_runs_what_the_first_start_ran(user) -> None:
         (["data"], {"SLURM_NTASKS": ""}, "the number of ranks is unknown"),
         (["data"], {"SMLP_ROOT": "/nowhere"}, "/nowhere is not a clone of smlp: submit the job from a clone's folder"),
         (["data"], {"SMLP_MAX_RESTARTS": "often"}, "SMLP_MAX_RESTARTS is 'often', not a number"),
-        (["data", "--reset-optimizer"], {}, "with --reset-optimizer, every restart of the job would start from there"),
+        (["data", "--reset-optimizer"], {}, "--reset-optimizer would apply again at every restart"),
         (["no.sh", "data", "runs"], {}, "there is no command file no.sh"),
     ],
 )
