@@ -58,7 +58,7 @@ make_environment() {
     fi
     echo "environment: installing into .venv ($("$VENV/bin/python" --version)), about a minute"
     if [ -z "${TORCH_INDEX:-}" ] && [ "$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
-        echo "environment: no NVIDIA GPU here; if torch comes with CUDA (gigabytes), TORCH_INDEX can avoid that, see README.md"
+        echo "environment: there is no NVIDIA GPU here; TORCH_INDEX can avoid downloading CUDA (gigabytes), see README.md"
     fi
     if [ -n "${TORCH_INDEX:-}" ]; then
         run_step install-torch "$VENV/bin/python" -m pip install --extra-index-url "$TORCH_INDEX" \

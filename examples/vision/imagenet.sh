@@ -17,7 +17,7 @@ fi
 model="$1" data="$2" gpus="${GPUS:-1}" batch="${BATCH:-128}"
 shift 2
 if ! [[ "$gpus" =~ ^[1-9][0-9]*$ && "$batch" =~ ^[1-9][0-9]*$ ]] || [ $((4096 % (gpus * batch))) -ne 0 ]; then
-    echo "smlp: error: GPUS=$gpus times BATCH=$batch does not divide a batch of 4096 images" >&2
+    echo "smlp: error: GPUS=$gpus times BATCH=$batch does not divide the 4096 images of an update: choose numbers that do" >&2
     exit 1
 fi
 
@@ -34,7 +34,7 @@ case "$model" in
     smlp_gmlp_b16) recipe=("${gmlp[@]}" --drop-path 0.2) ;;
     smlp_mixer_*) recipe=("${mixer[@]}") ;;
     *)
-        echo "smlp: error: no recipe of a paper for $model" >&2
+        echo "smlp: error: there is no recipe for $model: the papers have one for smlp_gmlp_ti16, _s16 and _b16 and for smlp_mixer_*" >&2
         exit 1
         ;;
 esac

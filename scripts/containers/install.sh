@@ -28,8 +28,8 @@ KEPT="$(mktemp)"
 trap 'rm -f "$KEPT"' EXIT
 "$PYTHON" -m pip list --format=freeze 2>/dev/null |
     grep -E '^(torch|torchvision|torchaudio|triton|pytorch[_-]triton|nvidia[_-][a-z0-9_-]+)==' > "$KEPT"
-echo "kept as they are: $(tr '\n' ' ' < "$KEPT")"
+echo "packages that must not change: $(tr '\n' ' ' < "$KEPT")"
 "$PYTHON" -m pip install --no-cache-dir --constraint "$KEPT" "$@" "$ROOT${EXTRAS:+[$EXTRAS]}"
-AFTER="$(torch_here)" || fail "torch $BEFORE does not import any more"
-[ "$BEFORE" = "$AFTER" ] || fail "torch was $BEFORE and is now $AFTER"
+AFTER="$(torch_here)" || fail "torch $BEFORE can no longer be imported"
+[ "$BEFORE" = "$AFTER" ] || fail "the installation has replaced torch $BEFORE by torch $AFTER"
 echo "smlp is installed next to torch $AFTER"

@@ -23,7 +23,7 @@ import numpy as np
 from smlp.errors import UserError
 from smlp.experiments.report import paper
 from smlp.experiments.report.paper import closest_to_paper, is_of_the_paper
-from smlp.experiments.report.quality import difference, percent_cell
+from smlp.experiments.report.quality import by_seed, difference, percent_cell
 from smlp.experiments.report.results import Model, Results, RunResult, read_results
 from smlp.experiments.report.speed import (
     SPARSE_TRANSFORMERS,
@@ -34,7 +34,7 @@ from smlp.experiments.report.speed import (
     training_seconds,
 )
 from smlp.experiments.report.studies import mean_accuracies, moe_models, task_names
-from smlp.experiments.report.table import EMPTY, Cell, Column, Estimate, Table, label, origin, relative_difference
+from smlp.experiments.report.table import EMPTY, Cell, Column, Estimate, Table, label, log_ratios
 
 PERPLEXITY, SPEED, ACCURACY = "perplexity", "words per second", "zero-shot accuracy"
 SAME_TIME = "perplexity at equal training time"
@@ -120,20 +120,20 @@ def _perplexity(results: Results, one: Model, other: Model) -> Measured:
 
 
 def _accuracy(results: Results, one: Model, other: Model) -> Measured:
-    pair = relative_difference(*(mean_accuracies(results, model) for model in (one, other)))
-    return _by_seed(pair, results, (one, other), "zeroshot.json", "mean of tasks.*.accuracy")
+    logs = log_ratios(*(mean_accuracies(results, model) for model in (one, other)))
+    return by_seed(logs, results, (one, other), "zeroshot.json", "mean of tasks.*.accuracy")
 
 
 def _speed(results: Results, one: Model, other: Model) -> Measured:
     """Compare by speed.json if it has both models, else by the logs."""
     rounds = [seconds_by_round(results, model) for model in (other, one)]
-    timed = relative_difference(*rounds)
+    timed = log_ratios(*rounds)
     if timed is not None:
         source = f"speed.json: seconds_per_update of {one.name} and {other.name}, each round's ratio; over rounds"
-        return timed[0], percent_cell(timed[0], source, is_by_round=True)
+        return timed, percent_cell(timed, source, is_by_round=True)
     logged = [logged_tokens_per_second(results, model) for model in (one, other)]
-    pair = relative_difference(*(found.samples for found in logged)) if all(logged) else None
-    return _by_seed(pair, results, (one, other), TIMES_FILE, TIMES_FIELD)
+    logs = log_ratios(*(found.samples for found in logged)) if all(logged) else None
+    return by_seed(logs, results, (one, other), TIMES_FILE, TIMES_FIELD)
 
 
 def _same_time(results: Results, one: Model, other: Model) -> Measured:
@@ -143,24 +143,15 @@ def _same_time(results: Results, one: Model, other: Model) -> Measured:
         for model in (one, other)
     ]
     ends = {seed: min(training_seconds(each[seed]) for each in runs) for seed in runs[0] if seed in runs[1]}
-    pair = relative_difference(*({seed: _perplexity_at(each[seed], ends[seed]) for seed in ends} for each in runs))
+    logs = log_ratios(*({seed: _perplexity_at(each[seed], ends[seed]) for seed in ends} for each in runs))
     field = "valid_loss, where the faster of two runs with the same seed ends by its training time"
-    return _by_seed(pair, results, (one, other), "train.log", field)
+    return by_seed(logs, results, (one, other), "train.log", field)
 
 
 def _perplexity_at(run: RunResult, seconds: float) -> float:
     """Return the perplexity at a time; between two validations the loss falls in proportion to the updates."""
     updates = [point.num_updates for point in run.curve.valid]
     return float(2 ** np.interp(run.timeline.update_at(seconds), updates, [point.bits for point in run.curve.valid]))
-
-
-def _by_seed(
-    pair: tuple[Estimate, Estimate] | None, results: Results, models: tuple[Model, Model], file: str, field: str
-) -> Measured:
-    if pair is None:
-        return None, EMPTY
-    runs = [run for model in models for run in results.done(model) if run.seed in pair[0].samples]
-    return pair[0], percent_cell(pair[0], origin(runs, file, field))
 
 
 _MEASURES: Mapping[str, Callable[[Results, Model, Model], Measured]] = {

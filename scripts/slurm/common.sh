@@ -29,7 +29,7 @@ set_arguments() {
     fi
     [ -f "$file" ] || fail "there is no command file $file"
     # Any other script would start training here instead of printing its command.
-    grep -Eq '^(source|\.) .*recipe\.sh' "$file" || fail "$file does not use examples/recipe.sh: give the arguments of smlp train"
+    grep -Eq '^(source|\.) .*recipe\.sh' "$file" || fail "$file does not use examples/recipe.sh, so its command is unknown: give the arguments of smlp train instead"
     shift
     mapfile -d '' -t ARGUMENTS < <(GPUS="$ranks" TRAIN_COMMAND='printf %s\0' bash "$file" "$@")
     wait $! || exit 1
@@ -42,10 +42,10 @@ check_arguments() {
     for word in "${ARGUMENTS[@]}"; do
         case "${word%%=*}" in
         --restore-file | --reset-optimizer | --reset-lr-scheduler | --reset-meters | --reset-dataloader)
-            fail "${word%%=*} would begin anew at every restart: give --finetune-from-model FILE, or set SMLP_MAX_RESTARTS=0"
+            fail "${word%%=*} would apply again at every restart of the job: give --finetune-from-model FILE, or set SMLP_MAX_RESTARTS=0"
             ;;
         --no-save | --no-last-checkpoints)
-            fail "with ${word%%=*} a stopped job would begin anew at every restart: set SMLP_MAX_RESTARTS=0 for that"
+            fail "with ${word%%=*}, no checkpoint is saved and every restart of the job would start from the beginning: leave it out, or set SMLP_MAX_RESTARTS=0"
             ;;
         esac
     done
@@ -74,10 +74,10 @@ read_sweep() {
         [[ "$line" =~ ^[[:space:]]*(#|$) ]] && continue
         read -r name rest <<<"$line"
         [[ "$name" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] ||
-            fail "$list, line $number: '$name' cannot name a run: begin with letters, digits, '.', '_' and '-' only"
+            fail "$list, line $number: '$name' cannot be the name of a run: it begins with a letter or digit and may have letters, digits, '.', '_' and '-'"
         [ -n "$rest" ] || fail "$list, line $number: nothing follows the name '$name': add a command file or options"
         [ -z "${seen[$name]:-}" ] || fail "$list, line $number: line ${seen[$name]} has the name '$name' already"
-        xargs printf '' <<<"$rest" 2>/dev/null || fail "$list, line $number: a quote is not closed"
+        xargs printf '' <<<"$rest" 2>/dev/null || fail "$list, line $number: a quotation mark is not closed"
         seen[$name]=$number
         RUN_NAMES+=("$name")
         RUN_LINES+=("$rest")

@@ -15,13 +15,13 @@ readonly EXIT_STOPPED=75 # smlp train's exit status after a signal: saved, and t
 say() { printf '%(%F %T)T | %s | %s\n' -1 "$JOB" "$1"; }
 
 begin_job() {
-    [ -n "${SLURM_JOB_ID:-}" ] || fail "this is not a job: start it with sbatch"
+    [ -n "${SLURM_JOB_ID:-}" ] || fail "SLURM_JOB_ID is not set: this script is for a Slurm job, start it with sbatch"
     JOB="$SLURM_JOB_ID"
     [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || JOB="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
     RESTARTS="${SLURM_RESTART_COUNT:-0}"
     MAX_RESTARTS="${SMLP_MAX_RESTARTS:-100}"
     [[ "$MAX_RESTARTS" =~ ^[0-9]+$ ]] || fail "SMLP_MAX_RESTARTS is '$MAX_RESTARTS', not a number"
-    [ -n "${SLURM_NTASKS:-}" ] || fail "the number of ranks is not known: give sbatch --ntasks-per-node"
+    [ -n "${SLURM_NTASKS:-}" ] || fail "SLURM_NTASKS is not set, so the number of ranks is unknown: give sbatch --ntasks-per-node"
     LOGS="${SMLP_LOGS:-$SLURM_SUBMIT_DIR/slurm-logs}/$JOB"
     mkdir -p "$LOGS" || fail "cannot make the folder $LOGS for the logs"
     source "$SMLP_ROOT/scripts/slurm/site.sh"
@@ -48,12 +48,12 @@ run_ranks() {
         bash "$SMLP_ROOT/scripts/slurm/task.sh" "$LOGS/stopped" smlp train "${ARGUMENTS[@]}"
     status=$?
     if [ $status -ne 0 ]; then
-        say "failed with exit status $status: see the tasks that srun names, rank-N.log in $LOGS"
+        say "training failed with exit status $status: srun names the tasks that failed; the log of task N is $LOGS/rank-N.log"
         exit $status
     elif [ -e "$LOGS/stopped" ]; then
         requeue
     fi
-    say "done"
+    say "training has ended"
 }
 
 requeue() {
@@ -61,13 +61,13 @@ requeue() {
     state="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)"
     if [ "$state" != RUNNING ]; then
         # cancelled, or Slurm requeues it itself
-        say "stopped; the job is ${state:-gone}, so it is left alone"
+        say "training stopped; the job is ${state:-no longer in the queue}, so this script does not requeue it"
     elif [ "$RESTARTS" -ge "$MAX_RESTARTS" ]; then
-        say "stopped; not restarted, for that happened $RESTARTS times already (SMLP_MAX_RESTARTS): submit again to go on"
+        say "training stopped; the job has restarted $RESTARTS times and SMLP_MAX_RESTARTS allows no more: submit it again to resume"
     else
-        say "stopped; back to the queue" # before Slurm ends this script
+        say "training stopped; the job returns to the queue and resumes later" # before Slurm ends this script
         scontrol requeue "$SLURM_JOB_ID" && exit 0
-        say "scontrol cannot requeue the job: submit again to go on"
+        say "scontrol could not requeue the job: submit it again to resume"
     fi
     exit $EXIT_STOPPED
 }

@@ -37,11 +37,11 @@ read_options() {
             shift
             ;;
         --*=*) set_option "${1%%=*}" "${1#*=}" ;;
-        *) fail "unknown option '$1': options of sbatch are written --OPTION=VALUE, and what to train follows after --" ;;
+        *) fail "unknown option '$1': write options of sbatch as --OPTION=VALUE, and what to train after --" ;;
         esac
         shift
     done
-    [ $# -gt 0 ] || fail "nothing to train: it follows after --, for example -- examples/smlp.sh DATA SAVE_DIR"
+    [ $# -gt 0 ] || fail "there is nothing to train: write it after --, for example -- examples/smlp.sh DATA SAVE_DIR"
     WORDS=("${@:2}")
 }
 
@@ -59,16 +59,16 @@ set_option() {
 has_sbatch_option() { [[ " ${SBATCH_OPTIONS[*]%%=*} " == *" $1 "* ]]; }
 
 set_ranks() {
-    [ -n "$NODES" ] || fail "--nodes is missing"
+    [ -n "$NODES" ] || fail "--nodes, the number of machines, is missing"
     check_number --nodes "$NODES"
     if [ -n "$GPUS_PER_NODE" ]; then
         check_number --gpus-per-node "$GPUS_PER_NODE"
         [ "${TASKS_PER_NODE:-$GPUS_PER_NODE}" = "$GPUS_PER_NODE" ] ||
-            fail "--gpus-per-node $GPUS_PER_NODE means $GPUS_PER_NODE ranks on a node, not $TASKS_PER_NODE"
+            fail "--gpus-per-node $GPUS_PER_NODE starts $GPUS_PER_NODE ranks on each node, and --tasks-per-node says $TASKS_PER_NODE: leave the latter out"
         TASKS_PER_NODE="$GPUS_PER_NODE"
         has_sbatch_option --gres || SBATCH_OPTIONS+=("--gres=gpu:$GPUS_PER_NODE")
     else
-        [ -n "$TASKS_PER_NODE" ] || fail "--gpus-per-node is missing (on CPUs: --tasks-per-node)"
+        [ -n "$TASKS_PER_NODE" ] || fail "--gpus-per-node is missing (to train on CPUs: --tasks-per-node)"
         check_number --tasks-per-node "$TASKS_PER_NODE"
         has_sbatch_option --gres || SBATCH_OPTIONS+=(--gres=none)
         has_sbatch_option --cpus-per-task || SBATCH_OPTIONS+=(--cpus-per-task=1)
@@ -143,15 +143,16 @@ else
     plan_run
 fi
 if [ -n "$DRY_RUN" ]; then
-    echo "nothing is submitted; without --dry-run:"
+    echo "nothing was submitted; without --dry-run, this command would be run:"
     printf 'sbatch%s\n' "$(printf ' %q' "${SBATCH_OPTIONS[@]}" "${JOB_COMMAND[@]}")"
     exit 0
 fi
-command -v sbatch >/dev/null || fail "there is no sbatch here: submit from a login node of the cluster"
+command -v sbatch >/dev/null || fail "there is no command sbatch here: submit from a login node of the cluster"
 id="$(sbatch --parsable "${SBATCH_OPTIONS[@]}" "${JOB_COMMAND[@]}")" || exit 1
 id="${id%%;*}"
 suffix="${SWEEP:+_N}"
 echo "job $id: $RANKS ranks on $NODES nodes${SWEEP:+ for each run}"
-echo "  training   $LOGS/$id$suffix/rank-0.log"
-echo "  the job    $LOGS/$id$suffix.out"
-echo "  scancel $id ends it; scancel --signal=USR1 $id makes it save and start again"
+echo "  log of the training   $LOGS/$id$suffix/rank-0.log"
+echo "  log of the job        $LOGS/$id$suffix.out"
+echo "  to cancel it          scancel $id"
+echo "  to save and restart   scancel --signal=USR1 $id"

@@ -161,30 +161,25 @@ def size_problem(path: str | Path, part: Part) -> str | None:
     return None
 
 
-def remove_unused_parts(save_dir: str | Path) -> list[Path]:
+def remove_unused_parts(save_dir: str | Path) -> None:
     """Delete the parts that no checkpoint (``*.pt``) in a folder refers to.
 
     They belong to checkpoints that were deleted or overwritten, or to a run that was killed while it saved. If any
     checkpoint cannot be read, nothing is deleted.
-
-    Returns:
-        The deleted folders.
     """
     save_dir = Path(save_dir)
     present = {folder for folder in (save_dir / PARTS_FOLDER).glob("update_*") if folder.is_dir()}
     if not present:
-        return []
+        return
     used = set()
     for checkpoint in save_dir.glob("*.pt"):
         try:
             used |= _folders(checkpoint)
         except Exception as error:  # unpickling arbitrary bytes can raise anything
             logger.warning(f"unused files of experts are kept: {checkpoint} cannot be read ({type(error).__name__})")
-            return []
-    removed = sorted(present - used)
-    for folder in removed:
+            return
+    for folder in sorted(present - used):
         shutil.rmtree(folder, ignore_errors=True)
-    return removed
 
 
 def _folders(checkpoint: Path) -> set[Path]:

@@ -72,11 +72,8 @@ def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
     write_beside(checkpoint.files, target.parent)
 
 
-def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> ExpertIndex:
+def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None:
     """Write a fairseq checkpoint with its experts in ``num_parts`` files.
-
-    Returns:
-        The index.
 
     Raises:
         UserError: there are no experts, ``num_parts`` does not divide them, the optimizer's state does not fit, or a
@@ -123,7 +120,6 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> Expe
     for part in parts:
         if problem := size_problem(target, part):
             raise UserError(f"{problem}; if a run is training in {target.parent}, write to another folder")
-    return index
 
 
 def _check_optimizer(checkpoint: Checkpoint) -> None:

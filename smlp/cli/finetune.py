@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,6 @@ are kept, and more points or seeds can be added.
 
 exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same command resumes)
 """
-_EXIT_INTERRUPTED = 130
 #: options of fairseq-train that the command decides itself
 _OWN = (
     *("--lr", "--batch-size", "--max-sentences", "--seed", "--max-update", "--max-epoch", "--total-num-update"),
@@ -82,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from smlp.experiments.finetuning import print_plan, run_finetuning
     from smlp.experiments.folder import Folder
     from smlp.experiments.medians import page, write_results
-    from smlp.launch.stop_signals import EXIT_STOPPED
+    from smlp.experiments.processes import stopped_by
 
     plan, folder = plan_of(args), Folder(args.out)
     if args.dry_run:
@@ -92,8 +90,7 @@ def run(args: argparse.Namespace) -> int:
         stopped, failed = run_finetuning(plan, folder, args.jobs, args.threads)
         results = write_results(plan, folder)
     if stopped is not None:
-        print(f"stopped by {stopped.name}; the same command resumes", flush=True)
-        return _EXIT_INTERRUPTED if stopped == signal.SIGINT else EXIT_STOPPED
+        return stopped_by(stopped)
     print(f"\n{page(results)}\n{args.out / 'results.md'}, {args.out / 'results.json'}")
     for message in failed:
         print(f"failed: {message}")

@@ -28,6 +28,7 @@ from smlp import __version__
 from smlp.cli.interrupts import interrupted_after_imports
 from smlp.errors import ParallelError, UserError, one_line, out_of_memory
 from smlp.launch.machine import let_waiting_threads_sleep
+from smlp.launch.stop_signals import EXIT_INTERRUPTED
 
 # name: (module, one line for `smlp --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -57,7 +58,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _SHOWN = 300  # most characters of a file name in a message
 EXIT_FAILURE = 1
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 

@@ -227,12 +227,12 @@ def _context(options: Mapping[str, Any]) -> int:
     return int(value) + int(bool(has_start) and name == "tokens_per_sample")
 
 
-def config_of(options: Any, vocab_size: int, padding_idx: int = 1) -> ModelConfig | None:
+def config_of(options: Any, vocab_size: int) -> ModelConfig | None:
     """Return the configuration that fairseq's options (``cfg.model``) select; None for a model of another package."""
     if not hasattr(options, "num_sparse_layers"):
         return None
     settings = {name: getattr(options, name, None) for name in (*all_settings(), *TASK_OPTIONS)}
-    return from_training_options(options._name, settings, vocab_size, padding_idx)
+    return from_training_options(options._name, settings, vocab_size, padding_idx=1)
 
 
 def num_experts_of(options: Any) -> int:

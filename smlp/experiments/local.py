@@ -14,7 +14,7 @@ from typing import Any
 from smlp.errors import UserError
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder
 from smlp.experiments.json_files import SCORES, read_json
-from smlp.experiments.plan import PlannedRun, training_words
+from smlp.experiments.plan import PlannedRun, not_done, training_words
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.progress import Progress, TrainingPlan, reached
 from smlp.experiments.scores import updates_of
@@ -278,7 +278,7 @@ def run_here(
         own = folder.run(run.folder)
         if own.state()["state"] == DONE and not run.tuning and what_is_not_scored(experiment, own, prefix):
             own.update_state(state=WAITING)  # a model or a task was added to the experiment
-    left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
+    left = not_done(folder, runs)
     chains = [RunChain(experiment, folder, data, run, machine, progress, prefix) for run in left]
     return run_chains(chains, experiment.resources.at_a_time(len(left)), progress.watch)
 

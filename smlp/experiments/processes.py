@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from smlp.launch.local import end_with_parent, signals_to
-from smlp.launch.stop_signals import EXIT_STOPPED
+from smlp.launch.stop_signals import EXIT_INTERRUPTED, EXIT_STOPPED
 
 #: seconds between the request to stop and SIGKILL, enough to save a checkpoint
 STOP_SECONDS = 120.0
@@ -112,6 +112,12 @@ def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) ->
             for one in running:
                 one.process.wait()
     return noted[0] if noted else None
+
+
+def stopped_by(number: signal.Signals) -> int:
+    """Say that the signal has stopped a command that can be run again; return its exit status."""
+    print(f"stopped by {number.name}; the same command resumes", flush=True)
+    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
 
 
 def _started(chain: Chain, free: list[int]) -> list[_Running]:

@@ -26,15 +26,13 @@ from smlp.experiments.plan import (
     print_models,
     tuning_runs,
 )
+from smlp.experiments.processes import stopped_by
 from smlp.experiments.progress import Progress, reached
 from smlp.experiments.reading import settings_of
 from smlp.experiments.spec import Experiment
 from smlp.experiments.tuning import at_edge, choose
 from smlp.files import copy_whole, write_whole
 from smlp.launch.environment import environment, keep_difference
-from smlp.launch.stop_signals import EXIT_STOPPED
-
-EXIT_INTERRUPTED = 130
 
 
 def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = False) -> int:
@@ -71,8 +69,7 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
         if stopped is None and is_alone:
             stopped = time_here(experiment, folder, runs, machine)
         if stopped is not None:
-            print(f"stopped by {stopped.name}; the same command resumes", flush=True)
-            return EXIT_INTERRUPTED if stopped == signal.SIGINT else EXIT_STOPPED
+            return stopped_by(stopped)
         return _summary(experiment, folder, models, chosen)
 
 

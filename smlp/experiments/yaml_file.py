@@ -141,10 +141,10 @@ class Section:
             raise self.error(key, f"must be one of {', '.join(allowed)}, got {shown(value)}")
         return value
 
-    def count(self, key: str, default: int | None = None, least: int = 1, most: int = MOST_COUNT) -> int | None:
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int | None:
         """Take a whole number, also written 400k, 1.5M or 100B."""
         value = self.take(key, default)
-        return None if value is None else self.as_count(key, value, least, most)
+        return None if value is None else self.as_count(key, value, least)
 
     def as_count(self, key: str, value: Any, least: int = 1, most: int = MOST_COUNT) -> int:
         """Read a value as a whole number."""

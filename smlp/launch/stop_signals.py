@@ -17,6 +17,8 @@ from typing import Any
 
 #: exit status of a run that was stopped by a signal and can be resumed: EX_TEMPFAIL of sysexits.h, "try again"
 EXIT_STOPPED = 75
+#: exit status of a command that Ctrl-C has interrupted: 128 + SIGINT, as a shell reports it
+EXIT_INTERRUPTED = 130
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 
 # Slurm signals each process of a step, and launchers forward signals: one request may arrive several times.

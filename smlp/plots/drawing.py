@@ -51,6 +51,16 @@ def check_matplotlib() -> None:
         raise UserError(f"matplotlib cannot start: {one_line(error)}") from error
 
 
+def can_draw(name: str) -> bool:
+    """Return whether matplotlib is there; if not, say why the picture ``name`` is missing."""
+    try:
+        check_matplotlib()
+    except UserError as error:
+        print(f"no {name}: {error}")
+        return False
+    return True
+
+
 def new_figure(width: float, height: float, title: str) -> Figure:
     """Return a figure of ``width`` x ``height`` inches with a title, made higher where the title needs more lines.
 

@@ -17,7 +17,6 @@ import io
 import math
 import os
 import shlex
-import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from smlp.errors import UserError
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import Each, read_json, write_json
-from smlp.experiments.processes import Chain, Ended, Step, run_chains
+from smlp.experiments.processes import Chain, Ended, Step, run_chains, stopped_by
 from smlp.experiments.report.table import (
     VERDICT_COLUMN,
     Column,
@@ -46,7 +45,6 @@ from smlp.experiments.yaml_file import Section, read_yaml, shown
 from smlp.files import read_text, write_whole
 from smlp.launch.local import this_program
 from smlp.launch.machine import num_cores
-from smlp.launch.stop_signals import EXIT_STOPPED
 from smlp.vision.checkpoints import create_model
 from smlp.vision.setup import LAST, SUMMARY
 
@@ -268,8 +266,7 @@ def train_all(
     for message in failed:
         print(f"failed: {message}", flush=True)
     if stopped is not None:
-        print(f"stopped by {stopped.name}; the same command resumes", flush=True)
-        return 130 if stopped == signal.SIGINT else EXIT_STOPPED
+        return stopped_by(stopped)
     return 1 if failed else 0
 
 
@@ -334,14 +331,10 @@ def _write_results(comparison: Comparison, counted: dict[str, dict[str, int]], o
     text = "\n\n".join([f"# {table.title}", table.markdown(), *table.notes]) + "\n"
     write_whole(out / "results.md", text.encode())
     print(text)
-    try:
-        from smlp.plots.drawing import check_matplotlib, save
+    from smlp.plots.drawing import can_draw, save
 
-        check_matplotlib()
-    except UserError as error:
-        print(f"no curves.png: {error}")
-        return
-    save(_draw(curves), out / "curves.png")
+    if can_draw("curves.png"):
+        save(_draw(curves), out / "curves.png")
 
 
 def _table(

@@ -1,4 +1,4 @@
-"""Parameters and multiply-adds of image models, by formula and as fvcore counts them, as in :mod:`smlp.costs`.
+"""Parameters and multiply-adds of image models by formula, as in :mod:`smlp.costs`; tests compare them with fvcore's.
 
 Letters: ``S`` tokens, ``C`` channels, ``D`` hidden width over tokens, ``F`` over channels, ``G`` groups, ``K`` classes.
 """
@@ -7,14 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from fvcore.nn import FlopCountAnalysis
-
 from smlp.costs.component import LAYER_NORM_FLOPS, NORMS, OUTPUT, PROJECTIONS, SPATIAL, Component, linear_parameters
-from smlp.costs.counted import own_shares
-from smlp.costs.operators import prepare, refuse_if_it_costs, unknown_operators
-from smlp.ops.fast_paths import reference_ops
-from smlp.vision.model import ImageModel
 from smlp.vision.presets import ImageConfig
 
 #: the component that is the whole model without its named parts
@@ -69,34 +62,6 @@ def multiply_adds(config: ImageConfig, norms: bool = False) -> int:
 def exaflops(config: ImageConfig, images: float) -> float:
     """Return the operations of training on so many images, in 10^18: two for a multiply-add, in three passes."""
     return 6 * multiply_adds(config) * images / 1e18
-
-
-def counted(config: ImageConfig) -> dict[str, tuple[int, int]]:
-    """Return the parameters of the real modules, and the multiply-adds that fvcore counts for an image.
-
-    The model has shapes and no weights: it takes neither memory nor time.
-
-    Returns:
-        By component, named as in :func:`components`.
-
-    Raises:
-        UserError: the model runs an operator whose cost is not known.
-    """
-    with torch.device("meta"):
-        model = ImageModel(config).eval()
-        image = torch.empty(1, config.in_chans, config.img_size, config.img_size)
-    names = [part.name for part in components(config)]
-    sizes = {
-        f"{ROOT}.{path}" if path else ROOT: sum(value.numel() for value in module.parameters())
-        for path, module in model.named_modules()
-    }
-    with reference_ops():
-        analysis = prepare(FlopCountAnalysis(model, (image,)))
-        flops = {f"{ROOT}.{path}" if path else ROOT: count for path, count in analysis.by_module().items()}
-        for name, by_module in unknown_operators(analysis).items():
-            refuse_if_it_costs(name, by_module[""], flops[ROOT])
-    own = [own_shares(by_module, names, ROOT) for by_module in (sizes, flops)]
-    return {name: (int(own[0][name]), int(own[1][name])) for name in names}
 
 
 def _mixer_block(config: ImageConfig, layer: int, before: int, after: int) -> Iterator[Component]:

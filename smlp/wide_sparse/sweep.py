@@ -228,14 +228,10 @@ def write_report(out: Path) -> None:
     write_whole(out / "report.md", text.encode())
     write_json(out / "report.json", [table.as_json() for table in tables])
     print(text)
-    try:
-        from smlp.plots.drawing import check_matplotlib
+    from smlp.plots.drawing import can_draw
 
-        check_matplotlib()
-    except UserError as error:
-        print(f"no report.png: {error}")
-        return
-    _draw(record, errors, out / "report.png")
+    if can_draw("report.png"):
+        _draw(record, errors, out / "report.png")
 
 
 def _points_table(

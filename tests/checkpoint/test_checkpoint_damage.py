@@ -181,7 +181,8 @@ def test_parts_of_a_checkpoint_with_a_damaged_index_are_kept(parts: Path) -> Non
     data[data.index(b"experts/update_") + 16] ^= 1
     parts.write_bytes(data)
     held = sorted(parts.parent.glob("experts/*/*.pt"))
-    assert remove_unused_parts(parts.parent) == [] and sorted(parts.parent.glob("experts/*/*.pt")) == held
+    remove_unused_parts(parts.parent)
+    assert sorted(parts.parent.glob("experts/*/*.pt")) == held
 
 
 def _rewritten(path: Path, **records: bytes) -> None:

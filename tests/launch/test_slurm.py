@@ -163,7 +163,7 @@ def preempted(jobs: Jobs, start, name: str, size: tuple[int, int], take_away) ->
     jobs.wait_until(number, lambda: jobs.look(number).restarts == 1, 90)
     job = jobs.trained(number)
     assert job.restarts == 1
-    assert f"{number} | stopped; back to the queue" in jobs.log(number)
+    assert f"{number} | training stopped; the job returns to the queue" in jobs.log(number)
     return number, save_dir
 
 
@@ -220,7 +220,7 @@ def test_a_cancelled_job_saves_and_stays_away(jobs):
     jobs.run("scancel", number, timeout=20)
     job = jobs.end_of(number, 40)
     assert (job.state, job.restarts) == ("CANCELLED", 0)
-    jobs.wait_until(number, lambda: "so it is left alone" in jobs.log(number), 30)
+    jobs.wait_until(number, lambda: "so this script does not requeue it" in jobs.log(number), 30)
     assert "stopped by SIGTERM after update 4" in jobs.log(number, 0)
     assert (jobs.folder / "runs" / "cancelled" / "checkpoint_last.pt").exists()
 
@@ -230,7 +230,7 @@ def test_a_job_that_is_stopped_before_its_first_update_begins_anew(jobs):
     jobs.wait_until(number, (jobs.folder / "slurm-logs" / number / "rank-0.log").exists)
     jobs.run("scancel", "--signal=USR1", number, timeout=20)
     jobs.wait_until(number, lambda: jobs.look(number).restarts == 1, 60)
-    assert "num_updates" not in jobs.log(number, 0) and "back to the queue" in jobs.log(number)
+    assert "num_updates" not in jobs.log(number, 0) and "returns to the queue" in jobs.log(number)
     jobs.run("scancel", number, timeout=20)
 
 

@@ -158,20 +158,20 @@ SIZE = ["--nodes", "1", "--gpus-per-node", "8"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*SIZE], "nothing to train: it follows after --"),
-        (["--gpus-per-node", "8", "--", "data"], "--nodes is missing"),
-        (["--nodes", "2", "--", "data"], "--gpus-per-node is missing (on CPUs: --tasks-per-node)"),
+        ([*SIZE], "there is nothing to train: write it after --"),
+        (["--gpus-per-node", "8", "--", "data"], "--nodes, the number of machines, is missing"),
+        (["--nodes", "2", "--", "data"], "--gpus-per-node is missing (to train on CPUs: --tasks-per-node)"),
         (["--nodes", "two", "--gpus-per-node", "8", "--", "data"], "--nodes needs a number of at least 1, not 'two'"),
         (["--nodes", "1", "--gpus-per-node", "0", "--", "data"], "--gpus-per-node needs a number of at least 1"),
         (["--nodes", "--", "data"], "--nodes needs a value"),
-        ([*SIZE, "--tasks-per-node", "2", "--", "data"], "--gpus-per-node 8 means 8 ranks on a node, not 2"),
-        ([*SIZE, "-p", "gpu", "--", "data"], "unknown option '-p': options of sbatch are written --OPTION=VALUE"),
+        ([*SIZE, "--tasks-per-node", "2", "--", "data"], "8 ranks on each node, and --tasks-per-node says 2"),
+        ([*SIZE, "-p", "gpu", "--", "data"], "unknown option '-p': write options of sbatch as --OPTION=VALUE"),
         ([*SIZE, "--", "nowhere", "--arch", "smlp"], "there is no dict.txt in 'nowhere'"),
         ([*SIZE, "--", "no.sh", "data", "runs"], "there is no command file no.sh"),
         ([*SIZE, "--", SUBMIT, "data", "runs"], "submit.sh does not use examples/recipe.sh"),
-        ([*SIZE, "--", "data", "--restore-file", "x.pt"], "--restore-file would begin anew at every restart"),
-        ([*SIZE, "--", "data", "--no-save"], "with --no-save a stopped job would begin anew at every restart"),
-        ([*SIZE, "--", "data", "--no-last-checkpoints"], "with --no-last-checkpoints a stopped job would begin anew"),
+        ([*SIZE, "--", "data", "--restore-file", "x.pt"], "--restore-file would apply again at every restart"),
+        ([*SIZE, "--", "data", "--no-save"], "with --no-save, no checkpoint is saved and every restart"),
+        ([*SIZE, "--", "data", "--no-last-checkpoints"], "with --no-last-checkpoints, no checkpoint is saved"),
         (
             ["--nodes", "3", "--gpus-per-node", "1", "--", REPOSITORY / "examples/smlp.sh", "data", "runs"],
             "GPUS=3 does not divide the 128 batches of an update",
@@ -197,7 +197,7 @@ def test_without_a_cluster_or_an_environment(user) -> None:
     (user / "programs" / "sbatch").unlink()
     bare = {"PATH": f"{user}/programs:/bin:/usr/bin"} if not shutil.which("sbatch", path="/bin:/usr/bin") else {}
     if bare:
-        assert "there is no sbatch here" in error(run(user, SUBMIT, *SIZE, "--", "data", **bare))
+        assert "there is no command sbatch here" in error(run(user, SUBMIT, *SIZE, "--", "data", **bare))
     done = run(user, SUBMIT, *SIZE, "--", "data", SMLP_VENV=str(user / "venv"))
     assert f"no virtual environment at {user}/venv" in error(done)
 
@@ -208,7 +208,7 @@ def test_without_a_cluster_or_an_environment(user) -> None:
 def test_a_job_trains_on_all_its_tasks(user) -> None:
     done = job(user, TRAIN, "data", "--arch", "smlp", SLURM_CPUS_PER_TASK="6")
     assert done.rc == 0, done.stderr
-    assert done.stdout.splitlines()[-1].endswith("| 7 | done")
+    assert done.stdout.splitlines()[-1].endswith("| 7 | training has ended")
     (words,) = noted(user, "srun")
     assert "--kill-on-bad-exit=1" in words and f"--output={user}/slurm-logs/7/rank-%t.log" in words
     assert noted(user, "smlp") == [["train", "data", "--arch", "smlp"]] * 2
@@ -227,20 +227,20 @@ def test_a_command_file_gets_the_number_of_tasks(user) -> None:
 def test_a_stopped_job_goes_back_to_the_queue(user, does) -> None:
     """After saving, or ended by the signal before the first update."""
     done = job(user, TRAIN, "data", SMLP_DOES=does)
-    assert done.rc == 0 and "stopped; back to the queue" in done.stdout, done.stderr
+    assert done.rc == 0 and "training stopped; the job returns to the queue" in done.stdout, done.stderr
     assert noted(user, "scontrol") == [["requeue", "7"]]
     again = job(user, TRAIN, "data", SLURM_RESTART_COUNT="1")
-    assert again.rc == 0 and "start 2: 4 ranks" in again.stdout and "| stopped" not in again.stdout
+    assert again.rc == 0 and "start 2: 4 ranks" in again.stdout and "training stopped" not in again.stdout
     assert len(noted(user, "scontrol")) == 1
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"JOB_STATE": "COMPLETING"}, "the job is COMPLETING, so it is left alone"),
-        ({"SLURM_RESTART_COUNT": "100"}, "that happened 100 times already (SMLP_MAX_RESTARTS)"),
-        ({"SLURM_RESTART_COUNT": "2", "SMLP_MAX_RESTARTS": "2"}, "that happened 2 times already"),
-        ({"SMLP_MAX_RESTARTS": "0"}, "that happened 0 times already"),
+        ({"JOB_STATE": "COMPLETING"}, "the job is COMPLETING, so this script does not requeue it"),
+        ({"SLURM_RESTART_COUNT": "100"}, "the job has restarted 100 times and SMLP_MAX_RESTARTS allows no more"),
+        ({"SLURM_RESTART_COUNT": "2", "SMLP_MAX_RESTARTS": "2"}, "has restarted 2 times"),
+        ({"SMLP_MAX_RESTARTS": "0"}, "has restarted 0 times"),
     ],
 )
 def test_a_stopped_job_that_stays_away(user, variables, message) -> None:
@@ -251,7 +251,7 @@ def test_a_stopped_job_that_stays_away(user, variables, message) -> None:
 
 def test_slurm_does_not_requeue(user) -> None:
     done = job(user, TRAIN, "data", SMLP_DOES="exit 75", SCONTROL_STATUS="1")
-    assert done.rc == 75 and "scontrol cannot requeue the job: submit again to go on" in done.stdout
+    assert done.rc == 75 and "scontrol could not requeue the job: submit it again to resume" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -288,11 +288,11 @@ def test_a_restart_runs_what_the_first_start_ran(user) -> None:
     ("words", "variables", "message"),
     [
         ([], {}, "nothing to train"),
-        (["data"], {"SLURM_JOB_ID": ""}, "this is not a job: start it with sbatch"),
-        (["data"], {"SLURM_NTASKS": ""}, "the number of ranks is not known"),
-        (["data"], {"SMLP_ROOT": "/nowhere"}, "/nowhere is not a clone of smlp: submit from there, or set SMLP_ROOT"),
+        (["data"], {"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set: this script is for a Slurm job"),
+        (["data"], {"SLURM_NTASKS": ""}, "the number of ranks is unknown"),
+        (["data"], {"SMLP_ROOT": "/nowhere"}, "/nowhere is not a clone of smlp: submit the job from a clone's folder"),
         (["data"], {"SMLP_MAX_RESTARTS": "often"}, "SMLP_MAX_RESTARTS is 'often', not a number"),
-        (["data", "--reset-optimizer"], {}, "--reset-optimizer would begin anew at every restart"),
+        (["data", "--reset-optimizer"], {}, "--reset-optimizer would apply again at every restart"),
         (["no.sh", "data", "runs"], {}, "there is no command file no.sh"),
     ],
 )
@@ -343,15 +343,15 @@ def test_a_run_of_a_sweep_restarts_on_its_own(user) -> None:
 @pytest.mark.parametrize(
     ("text", "number", "message"),
     [
-        (RUNS, 4, "there is no run 4 in list.txt, which has 3: they count from 1"),
-        (RUNS, 0, "there is no run 0 in list.txt, which has 3"),
-        (RUNS, "", "a sweep is an array: give sbatch --array=1-N for the N runs in list.txt"),
+        (RUNS, 4, "there is no run 4 in list.txt: its runs are numbered from 1 to 3"),
+        (RUNS, 0, "there is no run 0 in list.txt: its runs"),
+        (RUNS, "", "a sweep is a job array, so give sbatch --array=1-N for the N runs in list.txt"),
         ("# nothing\n", 1, "there are no runs in list.txt"),
-        ("a/b --lr 1\n", 1, "list.txt, line 1: 'a/b' cannot name a run"),
-        ("\n--lr 1\n", 1, "list.txt, line 2: '--lr' cannot name a run"),
+        ("a/b --lr 1\n", 1, "list.txt, line 1: 'a/b' cannot be the name of a run"),
+        ("\n--lr 1\n", 1, "list.txt, line 2: '--lr' cannot be the name of a run"),
         ("a --lr 1\nb\n", 1, "list.txt, line 2: nothing follows the name 'b'"),
         ("a --lr 1\n\na --lr 2\n", 1, "list.txt, line 3: line 1 has the name 'a' already"),
-        ("a --lr '1\n", 1, "list.txt, line 1: a quote is not closed"),
+        ("a --lr '1\n", 1, "list.txt, line 1: a quotation mark is not closed"),
         ("a no.sh --lr 1\n", 1, f"there is no command file {REPOSITORY}/no.sh"),
     ],
 )

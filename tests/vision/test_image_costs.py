@@ -1,9 +1,15 @@
 """Sizes and work of image models: exact counts, the formula against fvcore and the modules, the papers' tables."""
 
 import pytest
+import torch
+from fvcore.nn import FlopCountAnalysis
 
-from smlp.vision.costs import components, counted, exaflops, multiply_adds, parameters
-from smlp.vision.presets import PRESETS, preset
+from smlp.costs.counted import own_shares
+from smlp.costs.operators import prepare, refuse_if_it_costs, unknown_operators
+from smlp.ops.fast_paths import reference_ops
+from smlp.vision.costs import ROOT, components, exaflops, multiply_adds, parameters
+from smlp.vision.model import ImageModel
+from smlp.vision.presets import PRESETS, ImageConfig, preset
 from smlp.vision.table import JFT_IMAGES, table_rows, table_text
 
 #: with 1000 classes; those of Mixer-B and L are also those of vit_jax
@@ -35,6 +41,31 @@ VARIANTS = {
     "pyramid": {"pyramid": {0: 16, 1: 4}},
     "headless": {"num_classes": 0, "in_chans": 1},
 }
+
+
+def counted(config: ImageConfig) -> dict[str, tuple[int, int]]:
+    """Return the parameters of the real modules, and the multiply-adds that fvcore counts for an image.
+
+    The model has shapes and no weights: it takes neither memory nor time.
+
+    Returns:
+        By component, named as in :func:`components`.
+    """
+    with torch.device("meta"):
+        model = ImageModel(config).eval()
+        image = torch.empty(1, config.in_chans, config.img_size, config.img_size)
+    names = [part.name for part in components(config)]
+    sizes = {
+        f"{ROOT}.{path}" if path else ROOT: sum(value.numel() for value in module.parameters())
+        for path, module in model.named_modules()
+    }
+    with reference_ops():
+        analysis = prepare(FlopCountAnalysis(model, (image,)))
+        flops = {f"{ROOT}.{path}" if path else ROOT: count for path, count in analysis.by_module().items()}
+        for name, by_module in unknown_operators(analysis).items():
+            refuse_if_it_costs(name, by_module[""], flops[ROOT])
+    own = [own_shares(by_module, names, ROOT) for by_module in (sizes, flops)]
+    return {name: (int(own[0][name]), int(own[1][name])) for name in names}
 
 
 def test_every_size_has_its_number_of_parameters():

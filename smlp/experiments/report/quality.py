@@ -17,9 +17,9 @@ from smlp.experiments.report.table import (
     amount,
     estimate,
     label,
+    log_ratios,
     mean_cell,
     origin,
-    relative_difference,
 )
 
 ALL, AFTER_PREFIX = "nll_all", "nll_after_prefix"
@@ -93,31 +93,33 @@ def baselines(results: Results, names: Sequence[str] = ()) -> list[Model]:
     return [model for model in firsts if model is not None] or list(results.models[:1])
 
 
-def difference(results: Results, model: Model, baseline: Model, subset: str) -> tuple[Estimate, Cell]:
+def difference(results: Results, model: Model, baseline: Model, subset: str) -> tuple[Estimate | None, Cell]:
     """Return how much higher a model's perplexity is than a baseline's, on the positions that all models predict.
 
     Returns:
         the differences of log-perplexity by seed, and the cell in per cent; None and ``EMPTY`` without a common seed.
     """
-    return _relative(
-        likelihoods(results, model, subset, AFTER_PREFIX),
-        likelihoods(results, baseline, subset, AFTER_PREFIX),
-        lambda seeds: origin(
-            [run for run in results.done(model) + results.done(baseline) if run.seed in seeds],
-            "scores.json",
-            f"subsets.{subset}.{AFTER_PREFIX}, exp(difference) - 1 of the runs with the same seed",
-        ),
-    )
+    losses = (likelihoods(results, one, subset, AFTER_PREFIX) for one in (model, baseline))
+    perplexities = ({seed: None if nll is None else of_nats(nll) for seed, nll in one.items()} for one in losses)
+    field = f"subsets.{subset}.{AFTER_PREFIX}, exp(difference) - 1 of the runs with the same seed"
+    return by_seed(log_ratios(*perplexities), results, (model, baseline), "scores.json", field)
 
 
-def _relative(first, second, source) -> tuple[Estimate | None, Cell]:
-    """Compare mean log-likelihoods by seed."""
-    exponents = [{seed: None if nll is None else of_nats(nll) for seed, nll in one.items()} for one in (first, second)]
-    found = relative_difference(*exponents)
-    if found is None:
+def by_seed(
+    logs: Estimate | None, results: Results, models: Sequence[Model], file: str, field: str
+) -> tuple[Estimate | None, Cell]:
+    """Return differences of logarithms between two models, by seed, with their cell in per cent.
+
+    Args:
+        logs: of :func:`smlp.experiments.report.table.log_ratios`.
+        results: of an experiment.
+        models: the two.
+        file, field: where the numbers of a run are.
+    """
+    if logs is None:
         return None, EMPTY
-    logs, _ = found
-    return logs, percent_cell(logs, source(logs.samples))
+    runs = [run for model in models for run in results.done(model) if run.seed in logs.samples]
+    return logs, percent_cell(logs, origin(runs, file, field))
 
 
 def percent_cell(logs: Estimate, source: str, is_by_round: bool = False) -> Cell:

@@ -200,16 +200,11 @@ def read_results(folder: Path) -> Results:
         raise UserError(f"{path} is not an experiment: {problem}")
     try:
         models = tuple(_model(record) for record in settings["models"])
-        seeds = [int(seed) for seed in settings["seeds"]]
-        for name in ("updates", "tokens_per_update", "tokens_per_sample"):
-            int(settings[name])
-    except KeyError as error:
-        raise UserError(f"{path} is not an experiment: it has no field {error}") from None
     except (TypeError, UserError) as error:
         raise UserError(f"{path} is not an experiment: {error}") from None
     notes: list[str] = []
     subset = (settings.get("evaluation_subsets") or ["valid"])[0]
-    runs = tuple(_run(folder, model, seed, subset) for model in models for seed in seeds)
+    runs = tuple(_run(folder, model, seed, subset) for model in models for seed in settings["seeds"])
     shapes = {
         "environment": json_files.ENVIRONMENT,
         "data": json_files.DATA,

@@ -10,7 +10,7 @@ from smlp.experiments.report.paper import closest_to_paper, is_of_the_paper
 from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
 from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import over_runs
-from smlp.experiments.report.table import EMPTY, Cell, Column, Table, amount, estimate, label, mean_cell, origin
+from smlp.experiments.report.table import Column, Table, amount, estimate, label, mean_cell, origin
 
 _MODEL = Column("model", "model", "experiment.json: models.name")
 
@@ -177,7 +177,8 @@ def zeroshot_table(results: Results) -> Table | None:
         if runs:
             row = {"model": label(model.name)}
             for name in names:
-                row[name] = _accuracy_cell(results, model, runs, name, "accuracy")
+                found = over_runs(results, model, lambda run, name=name: _accuracy(run, name, "accuracy"))
+                row[name] = mean_cell(found, ".1f", origin(runs, "zeroshot.json", f"tasks.{name}.accuracy"))
             row["average"] = mean_cell(
                 estimate(mean_accuracies(results, model)),
                 ".1f",
@@ -215,11 +216,6 @@ def mean_accuracies(results: Results, model: Model) -> dict[int, float | None]:
     """Return the mean accuracy over the tasks, in per cent, by seed; None for a run that lacks a task."""
     names = task_names(results)
     return {run.seed: _average(run, names) for run in results.done(model) if run.zeroshot}
-
-
-def _accuracy_cell(results: Results, model: Model, runs: list[RunResult], task: str, field: str) -> Cell:
-    found = over_runs(results, model, lambda run: _accuracy(run, task, field))
-    return EMPTY if found is None else mean_cell(found, ".1f", origin(runs, "zeroshot.json", f"tasks.{task}.{field}"))
 
 
 def _accuracy(run: RunResult, task: str, field: str) -> float | None:

@@ -78,16 +78,13 @@ def estimate(samples: Mapping[int, float | None]) -> Estimate | None:
     return Estimate(found) if found else None
 
 
-def relative_difference(
-    first: Mapping[int, float | None], second: Mapping[int, float | None]
-) -> tuple[Estimate, Estimate] | None:
-    """Compare two sets of numbers, by the seeds or rounds that both have.
+def log_ratios(first: Mapping[int, float | None], second: Mapping[int, float | None]) -> Estimate | None:
+    """Return the differences of the logarithms of two sets of numbers, by the seeds or rounds that both have.
 
     Args:
         first, second: positive numbers by seed or round; those that are not finite are left out.
 
     Returns:
-        the differences of logarithms, whose interval is Student's t; and the same as shares, first / second - 1.
         None if they have no seed or round in common.
     """
     logs = {
@@ -95,9 +92,7 @@ def relative_difference(
         for name in first
         if 0 < (first[name] or 0) < math.inf and 0 < (second.get(name) or 0) < math.inf
     }
-    if not logs:
-        return None
-    return Estimate(logs), Estimate({name: math.expm1(value) for name, value in logs.items()})
+    return Estimate(logs) if logs else None
 
 
 @dataclass(frozen=True)

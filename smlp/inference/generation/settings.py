@@ -6,8 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from smlp.config.settings import check_choices
-from smlp.errors import UserError
+from smlp.config.settings import check_choices, require
 
 #: what to do with a text that needs more than the model's context
 WHEN_FULL = ("refuse", "stop", "slide")
@@ -19,11 +18,6 @@ _TINY, _HUGE = 1e-30, 1e30
 _MAX_LENGTH_PENALTY = 50
 #: counted in 32 bits, signed
 _MAX_TOKENS = 2**31 - 1
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
 
 
 @dataclass(frozen=True)
@@ -48,17 +42,17 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        _require(
+        require(
             self.temperature == 0 or _TINY <= self.temperature <= _HUGE,
             f"temperature must be 0 or from {_TINY:g} to {_HUGE:g}, got {self.temperature}",
         )
-        _require(self.top_k >= 0, f"top_k must not be negative, got {self.top_k}")
-        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
-        _require(
+        require(self.top_k >= 0, f"top_k must not be negative, got {self.top_k}")
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        require(
             1 <= self.repetition_penalty <= _HUGE,
             f"repetition_penalty must be from 1 to {_HUGE:g}, got {self.repetition_penalty}",
         )
-        _require(0 <= self.seed < 2**63, f"seed must be at least 0 and below 2**63, got {self.seed}")
+        require(0 <= self.seed < 2**63, f"seed must be at least 0 and below 2**63, got {self.seed}")
 
 
 @dataclass(frozen=True)
@@ -77,8 +71,8 @@ class BeamSearch:
 
     def __post_init__(self) -> None:
         check_choices(self, "beam ")
-        _require(self.size >= 1, f"beam must be at least 1, got {self.size}")
-        _require(
+        require(self.size >= 1, f"beam must be at least 1, got {self.size}")
+        require(
             abs(self.length_penalty) <= _MAX_LENGTH_PENALTY,
             f"length_penalty must be from {-_MAX_LENGTH_PENALTY} to {_MAX_LENGTH_PENALTY}, got {self.length_penalty}",
         )
@@ -104,21 +98,19 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        _require(
+        require(
             1 <= self.max_tokens <= _MAX_TOKENS, f"max_tokens must be from 1 to {_MAX_TOKENS}, got {self.max_tokens}"
         )
-        _require(
+        require(
             0 <= self.min_tokens <= self.max_tokens,
             f"min_tokens must be between 0 and max_tokens={self.max_tokens}, got {self.min_tokens}",
         )
-        _require(
+        require(
             self.min_tokens == 0 or self.end is not None,
             f"min_tokens={self.min_tokens} says for how many tokens </s> is excluded, but </s> does not end "
             "texts here: use beam search or stop_at_eos as well",
         )
-        _require(
-            self.when_full in WHEN_FULL, f"when_full must be one of {', '.join(WHEN_FULL)}, got {self.when_full!r}"
-        )
+        require(self.when_full in WHEN_FULL, f"when_full must be one of {', '.join(WHEN_FULL)}, got {self.when_full!r}")
 
 
 def method_of(greedy: bool = False, beam: int | None = None, **settings: Any) -> Sampling | BeamSearch:
@@ -135,18 +127,16 @@ def method_of(greedy: bool = False, beam: int | None = None, **settings: Any) ->
     of_sampling = {field.name for field in dataclasses.fields(Sampling)}
     of_beam_search = {field.name for field in dataclasses.fields(BeamSearch)} - {"size"}
     for name in settings:
-        _require(name in of_sampling | of_beam_search, f"there is no generation setting {name!r}")
-    _require(isinstance(greedy, bool), f"greedy must be True or False, got {greedy!r}")
+        require(name in of_sampling | of_beam_search, f"there is no generation setting {name!r}")
+    require(isinstance(greedy, bool), f"greedy must be True or False, got {greedy!r}")
     if beam is not None:
         drawn = [*(["greedy"] if greedy else []), *(name for name in settings if name in of_sampling)]
-        _require(not drawn, f"beam={beam} does not sample tokens, so it cannot be combined with {', '.join(drawn)}")
+        require(not drawn, f"beam={beam} does not sample tokens, so it cannot be combined with {', '.join(drawn)}")
         return BeamSearch(beam, **settings)
     searched = [name for name in settings if name in of_beam_search]
-    _require(not searched, f"{', '.join(searched)} needs a beam search: give beam as well")
+    require(not searched, f"{', '.join(searched)} needs a beam search: give beam as well")
     if greedy:
         drawn = [name for name in ("temperature", "top_k", "top_p", "seed") if name in settings]
-        _require(
-            not drawn, f"greedy always takes the likeliest token, so it cannot be combined with {', '.join(drawn)}"
-        )
+        require(not drawn, f"greedy always takes the likeliest token, so it cannot be combined with {', '.join(drawn)}")
         settings["temperature"] = 0.0
     return Sampling(**settings)
