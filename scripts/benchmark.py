@@ -3,6 +3,7 @@
   python scripts/benchmark.py                     everything, on the CPU
   python scripts/benchmark.py --quick             less of it, in under three minutes
   python scripts/benchmark.py --only neighbour    instead: next to a program that keeps one core busy
+  python scripts/benchmark.py --only mapping      instead: a model in a file of 3 GB
   python scripts/benchmark.py --device cuda --markdown docs/benchmark_h200.md
 
 Peers that are not installed are named and left out: pip install -e '.[bench]'. Exit status: 0; targets that are missed
@@ -30,11 +31,14 @@ from benchmarks import (
     experts,
     growth,
     images,
+    int8,
+    mapping,
     masked,
     memory,
     neighbour,
     peers,
     scoring,
+    serving,
     spatial,
     startup,
     timing,
@@ -58,11 +62,15 @@ SECTIONS = {
     "images": images,
     "decoding": decoding,
     "scoring": scoring,
+    "serving": serving,
+    "int8": int8,
     "growth": growth,
     "memory": memory,
     "startup": startup,
+    "mapping": mapping,
     "neighbour": neighbour,
 }
+ALONE = ("mapping", "neighbour")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -99,7 +107,7 @@ def main(options: argparse.Namespace) -> int:
     print(", ".join(f"{name} {value}" for name, value in about.items() if value))
     print(f"{'':<58} {'against':<30} {'ours':>10} {'theirs':>10} {'':<3} {'ratio':>8}")
     rows: list[Row] = []
-    for name in options.only or [name for name in SECTIONS if name != "neighbour"]:
+    for name in options.only or [name for name in SECTIONS if name not in ALONE]:
         section_started = time.monotonic()
         for row in SECTIONS[name].rows(settings):
             rows.append(row)

@@ -8,6 +8,8 @@
 #                                           an hour on two cores, 8 GB of disk; prints each step's memory and time
 #   bash scripts/test.sh --slurm            instead: jobs on a real Slurm, which it installs (Debian, as root) and starts on
 #                                           this machine; if that is impossible, status 0 and the reason
+#   bash scripts/test.sh --wheel            instead: README's commands with the wheel in an empty environment: two minutes,
+#                                           1.4 GB of disk; without a package index, status 0 and the reason
 #
 # Safe to run twice. Fails if no test ran.
 set -euo pipefail
@@ -30,10 +32,19 @@ if [ "${1:-}" = --large ]; then
 fi
 make_environment "test"
 cd "$ROOT"
+if [ "${1:-}" = --wheel ]; then
+    shift
+    found="$(timeout 120 "$VENV/bin/python" -m pip install --dry-run --ignore-installed --no-deps --require-hashes \
+        -r requirements/fairseq.txt 2>&1)" || {
+        echo "wheel test skipped, no package index: $(tail -n 1 <<<"$found")"
+        exit 0
+    }
+    set -- -m wheel tests/scripts/test_readme.py "$@"
+fi
 if [ "$#" -eq 0 ] || [ "$*" = --all ]; then
     static_checks
     # tests of one file share their fixtures, so they stay together; files marked as long come first
-    set -- ${1:+-m "not large and not slurm"} --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+    set -- ${1:+-m "not large and not slurm and not wheel"} --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 fi
 # One thread for each process: tests start several at a time, and results do not depend on the number of cores.
 export OMP_NUM_THREADS=1

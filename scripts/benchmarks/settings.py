@@ -16,6 +16,7 @@ from smlp.nn.state import ForwardContext
 #: the paper's models have 28 + 12 layers, H = 1024, F = 4096, T = 1024 and an expert per rank
 WIDTH, HIDDEN, LENGTH, VOCABULARY, EXPERTS = 512, 2048, 1024, 4096, 4
 LAYERS = {"num_dense_layers": 5, "num_sparse_layers": 2}
+FULL_WIDTH = (1024, 4096)
 FULL_SIZE = {"num_dense_layers": 28, "num_sparse_layers": 12}
 
 
@@ -53,7 +54,7 @@ def matched(settings: Settings, archs: list[str]) -> dict[str, Match]:
     gpu = settings.device == "cuda"
     width, hidden, length, vocabulary = settings.sized(WIDTH, HIDDEN, LENGTH, VOCABULARY)
     if gpu:
-        width, hidden, vocabulary = 1024, 4096, 51200
+        (width, hidden), vocabulary = FULL_WIDTH, 51200
     shared = {"embed_dim": width, "max_tokens": length, "vocab_size": vocabulary}
     smlp = preset("smlp", ffn_dim=hidden, num_experts=EXPERTS, **shared, **(FULL_SIZE if gpu else LAYERS))
     target = flops_per_token(smlp)

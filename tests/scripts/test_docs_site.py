@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from browser import chromium
 from running import REPOSITORY, as_user
 
 DOCS = REPOSITORY / "docs"
@@ -16,7 +17,7 @@ def build(repository: Path, out: Path) -> subprocess.CompletedProcess[str]:
     """``scripts/docs.sh`` of that repository, with this Python."""
     environment = {**as_user(), "DOCS_PYTHON": sys.executable}
     command = ["bash", str(repository / "scripts" / "docs.sh"), str(out)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,20 @@ def test_links_out_of_the_folder_lead_to_pages_and_files_of_the_site(site):
     assert (site / script[1]).read_bytes() == (REPOSITORY / "examples" / "data" / "roberta_tenth.sh").read_bytes()
     assert "docs/index.html" in (site / "index.html").read_text(encoding="utf-8")
     assert (site / "_images" / "quickstart-curves.png").is_file()
+
+
+@pytest.mark.slow
+def test_no_page_is_wider_than_its_window(site):
+    wide = []
+    with chromium() as window:
+        page = window.new_page()
+        for file in sorted({site / "README.html", *(site / "docs").rglob("*.html")}):
+            page.goto(file.as_uri())
+            for width in (1280, 390):  # of a laptop and a phone
+                page.set_viewport_size({"width": width, "height": 800})
+                if page.evaluate("document.documentElement.scrollWidth") > width:
+                    wide.append((file.name, width))
+    assert not wide
 
 
 BREAKS = {

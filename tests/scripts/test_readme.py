@@ -1,10 +1,14 @@
 """Commands shown in README.md are run here: those under the mark."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
+from pathlib import Path
 
 import pytest
 from running import REPOSITORY, as_user, shell
@@ -29,6 +33,17 @@ def blocks(language):
     return [text for kind, text in BLOCK.findall(README) if kind == language]
 
 
+def for_wheel(command):
+    return command.replace("--user-dir smlp", "--user-dir $(smlp user-dir)")  # docs/launching.md
+
+
+def shortened(command):
+    for long, short in SHORTER.items():
+        command = command.replace(long, short)
+    assert "--max-update 1000" not in command
+    return command
+
+
 class Reader:
     """A folder as a reader has it, and the packages that are installed: a clone's or a wheel's."""
 
@@ -37,7 +52,7 @@ class Reader:
 
     def types(self, command):
         if self.packages != REPOSITORY:
-            command = command.replace("--user-dir smlp", "--user-dir $(smlp user-dir)")  # docs/launching.md
+            command = for_wheel(command)
         return shell(command, self.folder, timeout=270, packages=self.packages)
 
 
@@ -97,10 +112,7 @@ SAID = (
 @pytest.mark.parametrize("number", range(len(SAID)))
 def test_shown_commands_work(reader, number):
     """One after the other in one folder, as a reader runs them: later blocks read what the first has trained."""
-    text = blocks("bash")[number]
-    for long, short in SHORTER.items():
-        text = text.replace(long, short)
-    assert "--max-update 1000" not in text
+    text = shortened(blocks("bash")[number])
     done = reader.types(text)
     assert done.returncode == 0, (text, done.stdout[-1500:], done.stderr[-3000:])
     assert SAID[number] in done.stdout
@@ -115,6 +127,39 @@ def test_shown_python_works(reader):
     done = subprocess.run(command, cwd=reader.folder, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()
+
+
+@pytest.mark.wheel
+@pytest.mark.timeout(3600)
+def test_an_empty_environment(built, tiny_text):
+    """Build and install as README says; then run what it shows that needs no extra, outside of any clone."""
+    (install,) = re.findall(r"```bash\n(python -m build\n.*?)```", README, re.S)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SMLP_"))}
+    if index := os.environ.get("TORCH_INDEX"):
+        environment["PIP_EXTRA_INDEX_URL"] = index
+    with tempfile.TemporaryDirectory() as made:  # gone at once, unlike pytest's folders: 1.4 GB
+        folder = Path(made)
+        venv, work = folder / "venv", folder / "work"
+        work.mkdir()
+        environment |= {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
+
+        def types(command, cwd, timeout):
+            words = ["bash", "-e", "-c", command]
+            done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+            assert done.returncode == 0, (command, done.stdout[-1500:], done.stderr[-3000:])
+            return done.stdout
+
+        with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+            archive.extractall(folder, filter="data")
+        (source,) = folder.glob("smlp_lm-*")
+        types(f"{sys.executable} -m venv {venv} && pip install build && {install}", source, 2400)
+        shutil.rmtree(source)
+        assert types("smlp user-dir", work, 300).startswith(str(venv))
+        splits = " ".join(f"--{split}pref {tiny_text / split}.txt" for split in ("train", "valid", "test"))
+        types(f"smlp --help && {venv}/bin/fairseq-preprocess --only-source {splits} --destdir data-bin", work, 300)
+        for number, said in enumerate(SAID):
+            if said in ("Perplexity", "no unexpected leak"):
+                assert said in types(for_wheel(shortened(blocks("bash")[number])), work, 600)
 
 
 def test_links_lead_somewhere_and_nothing_is_left_to_fill_in():

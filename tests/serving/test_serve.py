@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from browser import chromium
 from running import REPOSITORY
 from tiny_checkpoints import write_checkpoint
 
@@ -316,35 +316,25 @@ def test_a_client_that_leaves_frees_its_place(address, model, monkeypatch, strea
 
 @pytest.mark.slow
 def test_the_page_in_a_browser(address, model):
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("there is no Chromium on this machine")
     sync_api = pytest.importorskip("playwright.sync_api")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    with sync_api.sync_playwright() as playwright:
-        window = playwright.chromium.launch(
-            executable_path=browser, args=[*flags, "--disable-component-update", "--disable-sync"]
-        )
-        try:
-            page = window.new_page()
-            page.set_default_timeout(SECONDS * 1000)
-            sync_api.expect.set_options(timeout=SECONDS * 1000)
-            errors = []
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.goto(address)
-            sync_api.expect(page.locator("#model")).to_have_text("tiny, context of 16 tokens")
-            page.fill("#prompt", PROMPT)
-            page.fill("#max_tokens", "5")
-            page.fill("#temperature", "0")
-            page.keyboard.press("Control+Enter")
-            sync_api.expect(page.locator("#say")).to_contain_text("5 tokens in")
-            assert page.inner_text("#out") == PROMPT + model.generate(PROMPT, 5, greedy=True)
-            page.fill("#max_tokens", "99")
-            page.click("#write")
-            sync_api.expect(page.locator("#say")).to_contain_text("from 0 to 12, got 99")
-            assert not errors
-        finally:
-            window.close()
+    with chromium() as window:
+        page = window.new_page()
+        page.set_default_timeout(SECONDS * 1000)
+        sync_api.expect.set_options(timeout=SECONDS * 1000)
+        errors = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(address)
+        sync_api.expect(page.locator("#model")).to_have_text("tiny, context of 16 tokens")
+        page.fill("#prompt", PROMPT)
+        page.fill("#max_tokens", "5")
+        page.fill("#temperature", "0")
+        page.keyboard.press("Control+Enter")
+        sync_api.expect(page.locator("#say")).to_contain_text("5 tokens in")
+        assert page.inner_text("#out") == PROMPT + model.generate(PROMPT, 5, greedy=True)
+        page.fill("#max_tokens", "99")
+        page.click("#write")
+        sync_api.expect(page.locator("#say")).to_contain_text("from 0 to 12, got 99")
+        assert not errors
 
 
 def test_the_command(checkpoint):
