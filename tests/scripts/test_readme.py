@@ -130,7 +130,7 @@ def test_shown_python_works(reader):
 
 
 @pytest.mark.wheel
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1800)
 def test_an_empty_environment(built, tiny_text):
     """Build and install as README says; then run what it shows that needs no extra, outside of any clone."""
     (install,) = re.findall(r"```bash\n(python -m build\n.*?)```", README, re.S)
@@ -152,7 +152,7 @@ def test_an_empty_environment(built, tiny_text):
         with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
         (source,) = folder.glob("smlp_lm-*")
-        types(f"{sys.executable} -m venv {venv} && pip install build && {install}", source, 2400)
+        types(f"{sys.executable} -m venv {venv} && pip install build && {install}", source, 1200)
         shutil.rmtree(source)
         assert types("smlp user-dir", work, 300).startswith(str(venv))
         splits = " ".join(f"--{split}pref {tiny_text / split}.txt" for split in ("train", "valid", "test"))
