@@ -251,7 +251,7 @@ class _Making:
     def _router(self, index: int, name: str) -> LazyTensor:
         moe, generator = self.config.moe, torch.Generator().manual_seed(self.seed + index)
         if name.endswith(".table"):
-            return HeldTensor(self._table())
+            return HeldTensor(self._table(index))
         if not name.endswith(_LEARNT_BY_ROUTERS):  # offsets, and the phase of a warm-up
             return HeldTensor(moe.router_kind.build(self.config).state_dict()[name.removeprefix("token_moe.router.")])
         shape = (moe.num_experts, self.config.embed_dim)
@@ -263,11 +263,11 @@ class _Making:
             weight = signs * self.router_scale
         return HeldTensor(weight.to(self.dtype))
 
-    def _table(self) -> Tensor:
+    def _table(self, index: int) -> Tensor:
         moe = self.config.moe
         if moe.router == "hash" and moe.hash_kind == "balanced":
             return balanced_table(self.frequencies_V, moe.num_experts)
-        return random_table(self.config.vocab_size, moe.num_experts, moe.hash_seed)
+        return random_table(self.config.vocab_size, moe.num_experts, moe.for_router(index).hash_seed)
 
     def _of_new_block(self, index: int, name: str) -> LazyTensor:
         shape = self.shapes[f"blocks.{index}.{name}"]

@@ -34,6 +34,7 @@ GATES = ("sigmoid", "softmax")
 BASE_GATES = ("sigmoid", "one")
 EMBED_SCALINGS = ("with_positions", "always", "never")
 HASHES = ("random", "balanced")
+HASH_TABLES = ("shared", "own")
 MOST_SIZE = 2**31 - 1  # rows, columns, experts: the limit of torch and the formulas
 MOST_INIT = 1e6  # scale of initial weights; safe in single precision
 MOST_LAYERS = 10_000  # a layer takes time and memory to build however narrow it is
@@ -117,6 +118,11 @@ class MoEConfig:
         HASHES,
     )
     hash_seed: int = setting(1, "Hash, and BASE with a warm-up: seed of the random table")
+    hash_tables: str = setting(
+        "shared",
+        "Hash, and BASE with a warm-up: whether all sparse layers have the same random table, or each its own",
+        HASH_TABLES,
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -355,6 +361,13 @@ class ModelConfig(MoEConfig):
         if self.sparse_placement == "alternate":
             return tuple(range(1, 2 * num_sparse, 2))
         return tuple(i * self.num_layers // (num_sparse + 1) for i in range(1, num_sparse + 1))
+
+    def for_router(self, layer_index: int) -> ModelConfig:
+        """Return the configuration from which the router of a sparse layer is built: its table may be its own."""
+        if self.hash_tables == "shared":
+            return self
+        number = self.sparse_layer_indices().index(layer_index)
+        return dataclasses.replace(self, hash_seed=(self.hash_seed + number) % 2**63)
 
 
 #: warning shown when a model with ``is_leaky`` is built or loaded

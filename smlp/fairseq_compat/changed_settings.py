@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = {
     "checkpoint_activations",
 }
 #: settings of the hash routing table, which is part of a checkpoint
-_BROUGHT_ALONG = ("hash_kind", "hash_seed")
+_BROUGHT_ALONG = ("hash_kind", "hash_seed", "hash_tables")
 
 
 def compare_with(filename: str, trainer: Any, now: ModelConfig) -> None:

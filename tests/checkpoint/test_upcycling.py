@@ -17,6 +17,7 @@ import smlp
 from smlp.checkpoint import lazy, upcycle
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.cli.main import main
+from smlp.moe.plan import random_table
 from smlp.nn.decoder import Decoder
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:feature_routing=leaky")]
@@ -291,3 +292,13 @@ def test_fairseq_trains_on_with_the_options_that_are_printed(
     assert losses[0] == losses[1]
     loaded = torch.load(tmp_path / "on" / "checkpoint_last.pt", weights_only=True)["model"]
     assert differences(torch.load(sparse, weights_only=True)["model"], dict(loaded)) == []
+
+
+def test_each_new_layer_gets_a_table_of_its_own_if_asked(tmp_path: Path) -> None:
+    path = save(tmp_path, "dense_lm_tiny", "dense.pt")
+    settings = {"num_sparse_layers": 2, "num_experts": 4, "hash_tables": "own"}
+    sparse = upcycle.upcycled(open_checkpoint(path), "hash_lm_tiny", settings)
+    tables = [tensor.load() for name, tensor in sparse.state["model"].items() if name.endswith(".table")]
+    assert len(tables) == 2
+    for seed, table in enumerate(tables, start=1):
+        assert torch.equal(table, random_table(table.numel(), 4, seed))

@@ -32,6 +32,23 @@ def test_the_seed_is_a_setting():
     assert torch.equal(tables[0], random_table(8192, 8, seed=3))
 
 
+@pytest.mark.parametrize("settings", [{}, {"router": "base", "base_warmup": 0.5}, {"sparse_block": "gmlp_moe"}])
+def test_each_layer_may_have_a_table_of_its_own(settings):
+    def tables(**others):
+        settings_of_all = {"num_sparse_layers": 3, "embed_dim": 16, "ffn_dim": 16, "vocab_size": 40, "max_tokens": 8}
+        model = smlp.build("hash_lm_tiny", **settings_of_all, hash_seed=5, **settings, **others)
+        return [block.token_moe.router.table.tolist() for block in model.blocks if hasattr(block, "token_moe")]
+
+    expected = [random_table(40, 8, seed).tolist() for seed in (5, 6, 7)]
+    assert tables() == [expected[0]] * 3
+    assert tables(hash_tables="own") == expected
+
+
+def test_balanced_tables_are_shared():
+    with pytest.raises(smlp.UserError, match="hash_tables=own is for random tables: hash_kind=balanced"):
+        smlp.build("hash_lm_tiny", hash_kind="balanced", hash_tables="own")
+
+
 def test_a_balanced_table_by_hand():
     # by frequency: id 2 (9) to expert 0, id 0 (5) to 1, id 4 (5) to 2, id 1 (4) to 1 (5, as 2, but first), 3 (3) to 2
     assert balanced_table(torch.tensor([5, 4, 9, 3, 5]), 3).tolist() == [1, 1, 0, 2, 2]

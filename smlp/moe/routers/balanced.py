@@ -127,7 +127,7 @@ class Base(ScoredRouterKind):
 
     takes = (
         *("centroid_init_gain", "base_shuffle", "base_gate", "base_warmup", "base_offset_rate", "router_freeze"),
-        "hash_seed",
+        *("hash_seed", "hash_tables"),
     )
     experts_as_in_base = True
     title = "BASE"

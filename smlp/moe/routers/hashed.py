@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smlp.config import ModelConfig
+from smlp.config.settings import require
 from smlp.errors import UserError
 from smlp.moe.plan import RoutingPlan, random_table
 from smlp.moe.routers.routing import RouterKind, Routing, register_router
@@ -93,8 +94,14 @@ class HashRouter(nn.Module):
 class Hash(RouterKind):
     """A table from the token's id (Roller et al., 2021)."""
 
-    takes = ("hash_kind", "hash_seed")
+    takes = ("hash_kind", "hash_seed", "hash_tables")
     title = "Hash"
+
+    def check(self, config: ModelConfig) -> None:
+        require(
+            config.hash_tables == "shared" or not self.needs_token_counts(config),
+            "hash_tables=own is for random tables: hash_kind=balanced makes the same table for every layer",
+        )
 
     def build(self, config: ModelConfig) -> HashRouter:
         seed = None if self.needs_token_counts(config) else config.hash_seed

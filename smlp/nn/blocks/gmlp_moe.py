@@ -242,7 +242,8 @@ def gated_mlp_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = N
         config.spatial_init_average,
         config.num_experts,
     )
-    return PlacedTokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(ranks, name))
+    router = config.router_kind.build(config.for_router(layer_index))
+    return PlacedTokenMoE(router, experts, name, token_dispatcher(ranks, name))
 
 
 @register_sparse_block("gmlp_moe")

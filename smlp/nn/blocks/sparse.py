@@ -118,7 +118,8 @@ def feed_forward_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None 
     shuffle = None
     if config.router_kind.mixes_ranks(config) and ranks.experts.size > 1:
         shuffle = TokenShuffle(ranks.experts, ranks.layout, name)
-    return TokenMoE(config.router_kind.build(config), experts, name, token_dispatcher(ranks, name), shuffle)
+    router = config.router_kind.build(config.for_router(layer_index))
+    return TokenMoE(router, experts, name, token_dispatcher(ranks, name), shuffle)
 
 
 def token_dispatcher(ranks: Ranks, name: str) -> TokenDispatcher:
