@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from smlp.config import ModelConfig
+from smlp.errors import UserError
 
 # kinds of work that multiply-adds are spent on, in any component
 NORMS = "norms"
@@ -74,6 +75,12 @@ class Component:
     #: gMLP-MoE: multiply-adds for each ordered (query, key) pair of tokens of one sequence at one expert, the token
     #: with itself and later keys included; nominally a token has k*n/E keys at each of its experts
     flops_per_pair: float = 0
+
+    def __post_init__(self) -> None:
+        numbers = {name: value for name, value in vars(self).items() if name not in ("name", "layer", "kind", "work")}
+        for name, value in {**numbers, **self.work}.items():
+            if not isinstance(value, (int, float)) or not value >= 0:
+                raise UserError(f"costs of {self.name}: {name} must be a number of at least 0, got {value!r:.40}")
 
     @property
     def flops_per_position(self) -> float:

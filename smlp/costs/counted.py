@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from smlp.config import ModelConfig
 from smlp.costs.formula import components, num_masked, root_of
 from smlp.costs.operators import TracedConvolutions, prepare, refuse_if_it_costs, unknown_operators
+from smlp.errors import UserError
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
@@ -120,7 +121,10 @@ def own_shares(by_module: Mapping[str, float], names: list[str], root: str) -> d
     own: dict[str, float] = {}
     for name in sorted(names, key=lambda name: path[name].count("."), reverse=True):
         inner = sum(share for other, share in own.items() if path[other].startswith(path[name] + "."))
-        own[name] = by_module[path[name]] - inner
+        try:
+            own[name] = by_module[path[name]] - inner
+        except KeyError:
+            raise UserError(f"costs are stated for {name}, but the model has no such module") from None
     return own
 
 

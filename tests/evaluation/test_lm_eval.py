@@ -406,6 +406,15 @@ def test_what_is_wrong_with_every_file_is_said_at_once(path, tmp_path, capsys):
     assert "copa/val.jsonl is missing" in copa and "piqa/valid.jsonl or" in piqa
 
 
+def test_predictions_that_are_nan_are_no_accuracy(data, tmp_path, capsys):
+    path, _ = write_checkpoint(tmp_path, SYMBOLS, "switch_lm_tiny", 60)
+    state = torch.load(path)
+    state["model"]["decoder.core.norm.weight"].fill_(3e38)  # finite, but the logits are not
+    torch.save(state, path)
+    assert lm_eval(path, "--tasks", "copa", "--data-dir", data) == 1
+    assert "tokens are NaN: is the checkpoint damaged" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
