@@ -191,8 +191,12 @@ RETURNED = [
         "return 'many'  #",
         ["must be a number of at least 0, got 'many'"],
     ),
-    ("return x_BnH + self", "return x_BnH[1:] + self", ["Convolution returned (", "not a tensor of shape ("]),
-    ("return DenseBlock(config, ", "return (", ["layer 0: build() of the block returned Convolution(", "not a Block"]),
+    (
+        "return x_BnH + self",
+        "return x_BnH[..., :1] if True else x_BnH + self",
+        ["Convolution returned (", "not a tensor of shape ("],
+    ),
+    ("return DenseBlock(config, ", "return (", ["layer 0: build() of the block returned a Convolution", "not a Block"]),
     ("return convolution_costs(config, layer_index), f", "return f", ["layer 0: components() of the block returned"]),
     ('f"blocks.{layer}.mixing"', '"nowhere"', ["costs are stated for nowhere, but the model has no such module"]),
 ]

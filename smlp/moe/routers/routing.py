@@ -52,7 +52,7 @@ class Routing:
 
 
 def _shape(value: object) -> object:
-    return tuple(value.shape) if isinstance(value, Tensor) else f"{value!r:.40}"
+    return tuple(map(int, value.shape)) if isinstance(value, Tensor) else f"{value!r:.40}"
 
 
 class Router(Protocol):

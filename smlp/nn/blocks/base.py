@@ -176,6 +176,6 @@ def build_blocks(config: ModelConfig, ranks: Ranks | None = None) -> nn.ModuleLi
     for index in range(config.num_layers):
         block = sparse_block(config, index, ranks) if index in sparse else dense_kind.build(config, index, ranks)
         if not isinstance(block, Block):
-            raise UserError(f"layer {index}: build() of the block returned {block!r:.40}, not a Block")
+            raise UserError(f"layer {index}: build() of the block returned a {type(block).__name__}, not a Block")
         blocks.append(block)
     return blocks

@@ -93,7 +93,9 @@ class SparseBlockKind(BlockKind):
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
         mixing = self.mixing(config, layer_index, ranks)
         if not isinstance(mixing, nn.Module):
-            raise UserError(f"layer {layer_index}: mixing() of the block returned {mixing!r:.40}, not a module")
+            raise UserError(
+                f"layer {layer_index}: mixing() of the block returned a {type(mixing).__name__}, not a module"
+            )
         norm = nn.Identity() if config.router_kind.experts_as_in_base else nn.LayerNorm(config.embed_dim)
         token_moe = feed_forward_moe(config, layer_index, ranks)
         return SparseBlock(mixing, token_moe, norm, config.tmoe_dropout, self.has_tokens_first(config))
