@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import smlp
+from smlp.checkpoint.load import load_language_model
 from smlp.errors import UserError
 from smlp.evaluation.scoring import block_log_probs
 from smlp.moe.feature_layer import FeatureMoE
@@ -104,7 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.limit_tokens < 1:
         raise UserError(f"--limit-tokens must be at least 1, got {options.limit_tokens}")
-    model = smlp.load_pretrained(options.path, options.data / "dict.txt")
+    model = load_language_model(options.path, options.data / "dict.txt", what="ablate_sublayers.py")
     tokens = read_fairseq_tokens(options.data / options.subset).tokens[: options.limit_tokens]
     ablate(model.decoder, torch.from_numpy(tokens), print)
 

@@ -47,8 +47,11 @@ from benchmarks import (
 from benchmarks.report import Row, as_json, as_markdown, as_text, machine
 from benchmarks.settings import Settings
 
+from smlp.cli.numbers import MOST_PROCESSES, whole
 from smlp.costs.matmul_rate import matmul_rate
+from smlp.errors import UserError
 from smlp.fairseq_compat.startup import keep_freed_memory
+from smlp.files import check_writable
 from smlp.ops.fast_paths import reference_ops
 from smlp.ops.onednn import faster_than_mkl
 
@@ -79,11 +82,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="a part; may be given again")
-    parser.add_argument("--threads", type=int, help="of the CPU (default: as torch finds them)")
+    parser.add_argument("--threads", **whole(1, MOST_PROCESSES), help="of the CPU (default: as torch finds them)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the report here")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a target is missed")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for option, file in (("--json", options.json), ("--markdown", options.markdown)):
+        if file is not None:
+            check_writable(file, option)  # before 18 minutes of work
+    return options
 
 
 def main(options: argparse.Namespace) -> int:
@@ -125,4 +132,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse()))
+    try:
+        sys.exit(main(parse()))
+    except UserError as error:
+        sys.exit(f"benchmark: error: {error}")

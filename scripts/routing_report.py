@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import smlp
+from smlp.checkpoint.load import load_language_model
 from smlp.errors import UserError
 from smlp.evaluation.scoring import block_log_probs
 from smlp.moe.layer import TokenMoE
@@ -101,7 +101,9 @@ def main() -> None:
         help="tokens of train from which offsets are computed (default: %(default)s)",
     )
     options = parser.parse_args()
-    model = smlp.load_pretrained(options.path, options.data / "dict.txt")
+    if options.train_tokens < 1:
+        raise UserError(f"--train-tokens must be at least 1, got {options.train_tokens}")
+    model = load_language_model(options.path, options.data / "dict.txt", what="routing_report.py")
     tokens = torch.from_numpy(read_fairseq_tokens(options.data / options.subset).tokens)
     if not balanced_layers(model.decoder):
         raise UserError(f"{options.path} has no layer whose tokens BASE's router assigns")

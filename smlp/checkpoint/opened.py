@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from smlp.checkpoint.content import check_is_ours, config_of, moment_problems, progress_problems
 from smlp.checkpoint.export import is_export, prefix_of, read_export, read_safetensors
 from smlp.checkpoint.index import ExpertIndex
-from smlp.checkpoint.lazy import LazyTensor
+from smlp.checkpoint.lazy import LazyTensor, is_finite
 from smlp.checkpoint.parts import attach
-from smlp.checkpoint.torch_file import existing_file, read_structure
+from smlp.checkpoint.torch_file import VARIABLE, existing_file, read_structure
 from smlp.config import ModelConfig
 from smlp.errors import UserError
 from smlp.moe.experts import expert_parameters
@@ -118,7 +119,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def fit_problems(checkpoint: Checkpoint) -> list[str]:
-    """Return where the tensors do not fit the configuration, one sentence each."""
+    """Return where the tensors do not fit the configuration, or have weights that are not finite, one sentence each."""
     path, skeleton, prefix = checkpoint.path, checkpoint.skeleton, checkpoint.prefix
     wanted = {prefix + name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
     is_real = {prefix + name: tensor.is_floating_point() for name, tensor in skeleton.state_dict().items()}
@@ -142,7 +143,16 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
     if len(kinds) > 1:
         problems.append(f"{path} has weights of several types: {', '.join(sorted(map(str, kinds)))}")
     problems += _moment_problems(checkpoint)
-    return problems
+    return problems or _infinite_weights(checkpoint)
+
+
+def _infinite_weights(checkpoint: Checkpoint) -> list[str]:
+    """Return which weights are NaN or infinite, one sentence each. It reads them all, as checksums do."""
+    return [
+        f"{name} of {checkpoint.path} is not finite: its training has diverged, or the file is damaged"
+        for name, tensor in checkpoint.state["model"].items()
+        if os.environ.get(VARIABLE) != "0" and tensor.dtype.is_floating_point and not is_finite(tensor)
+    ]
 
 
 def _moment_problems(checkpoint: Checkpoint) -> list[str]:

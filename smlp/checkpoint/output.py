@@ -20,7 +20,7 @@ from smlp.checkpoint.index import (
     part_file,
     size_problem,
 )
-from smlp.checkpoint.lazy import are_equal, is_finite, mean, rows_of
+from smlp.checkpoint.lazy import are_equal, mean, rows_of
 from smlp.checkpoint.load import check_beside, text_files, write_beside
 from smlp.checkpoint.opened import Checkpoint
 from smlp.checkpoint.parts import detach, write_part
@@ -175,15 +175,12 @@ def averaged(checkpoints: Sequence[Checkpoint]) -> Checkpoint:
     Weights are summed in float64.
 
     Raises:
-        UserError: two checkpoints are of different models, or the weights of one are no finite numbers; the message
-            names the checkpoints and the tensor.
+        UserError: two checkpoints are of different models; the message names both and the tensor.
     """
     first = checkpoints[0]
     models = [checkpoint.state["model"] for checkpoint in checkpoints]
     for checkpoint in checkpoints[1:]:
         _check_alike(first, checkpoint)
-    for checkpoint in checkpoints:
-        _check_finite(checkpoint)
     weights = {
         name: mean([model[name] for model in models]) if tensor.dtype.is_floating_point else tensor
         for name, tensor in models[0].items()
@@ -208,12 +205,6 @@ def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
     for name, tensor in ours.items():
         if not tensor.dtype.is_floating_point and not are_equal(tensor, theirs[name]):
             raise UserError(f"{name} is not the same in {first.path} and {other.path}, and integers cannot be averaged")
-
-
-def _check_finite(checkpoint: Checkpoint) -> None:
-    for name, tensor in checkpoint.state["model"].items():
-        if tensor.dtype.is_floating_point and not is_finite(tensor):
-            raise UserError(f"{name} of {checkpoint.path} is not finite: the mean would not be either; leave it out")
 
 
 def last_checkpoints(folder: str | Path, count: int, by_update: bool, upper_bound: int | None = None) -> list[Path]:

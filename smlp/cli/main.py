@@ -26,6 +26,7 @@ from typing import Any
 
 from smlp import __version__
 from smlp.cli.interrupts import interrupted_after_imports
+from smlp.config.plugins import fault
 from smlp.errors import ParallelError, UserError, one_line, out_of_memory
 from smlp.launch.machine import let_waiting_threads_sleep
 from smlp.launch.stop_signals import EXIT_INTERRUPTED
@@ -81,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         is_loop = str(error).startswith("Symlink loop")  # pathlib's error
         reason = str(error) if is_loop else out_of_memory(error)
+        reason = reason or fault(error)
         if reason is None:
             raise
         return _failed(reason)
@@ -93,6 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:  # no permission, disk full, a name that is too long, ...
         name = str(error.filename or "input/output")
         return _failed(f"{name[:_SHOWN]}: {error.strerror or error}")
+    except Exception as error:
+        if (reason := fault(error)) is None:
+            raise
+        return _failed(reason)
 
 
 def _open_closed_streams() -> None:

@@ -82,8 +82,13 @@ def add_tokenizer_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageModel:
+def load_model(args: argparse.Namespace, team: Team | None = None, mapped: bool = True) -> LanguageModel:
     """Load the language model that the options name, in evaluation mode, on its device and in its precision.
+
+    Args:
+        args: of the command line.
+        team: ranks that share the work.
+        mapped: whether weights stay in the file, which must then not be written to while the model is used.
 
     Raises:
         UserError: a file is missing or damaged, the model is an encoder, or the device does not exist or has no int8.
@@ -99,7 +104,7 @@ def load_model(args: argparse.Namespace, team: Team | None = None) -> LanguageMo
     if getattr(args, "spread_experts", False):
         ranks_for = functools.partial(_spread_over, args.path, (team or Team()).size, device)
     what = f"smlp {args.command}"
-    model = load_language_model(args.path, args.dict, args.tokenizer, True, what, ranks_for)
+    model = load_language_model(args.path, args.dict, args.tokenizer, mapped, what, ranks_for)
     if args.dtype == "int8":
         from smlp.inference.int8 import quantize
 

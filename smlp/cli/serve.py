@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from smlp.serving.completion_request import RequestReader
     from smlp.serving.engine import Engine
 
-    model = load_model(args)
+    model = load_model(args, mapped=False)  # whoever copies a newer checkpoint over the file must not change the model
     config = model.decoder.config
     if config.is_leaky:
         raise UserError("a model with feature_routing=leaky reads the tokens that it predicts: it cannot generate text")

@@ -26,8 +26,10 @@ def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field[Any]]:
     Raises:
         UserError: ``settings`` is not such a dataclass.
     """
-    if not (dataclasses.is_dataclass(settings) and typing.cast(Any, settings).__dataclass_params__.frozen):
-        raise UserError(f"the settings of {name!r} ({settings.__qualname__}) are not a frozen dataclass")
+    is_class = isinstance(settings, type) and dataclasses.is_dataclass(settings)
+    if not (is_class and typing.cast(Any, settings).__dataclass_params__.frozen):
+        shown = getattr(settings, "__qualname__", settings)
+        raise UserError(f"the settings of {name!r} ({shown}) are not a frozen dataclass")
     types, fields = typing.get_type_hints(settings), {}
     for field in dataclasses.fields(settings):
         kind, where = types[field.name], f"setting {field.name!r} of {name!r}"
@@ -39,6 +41,7 @@ def fields_of(name: str, settings: type) -> dict[str, dataclasses.Field[Any]]:
             raise UserError(f"{where} is true by default; it must be false, because an option can only switch it on")
         full: Any = dataclasses.field(default=field.default, metadata={**field.metadata, "owner": name})
         full.name, full.type = f"{name}_{field.name}", _TYPES[kind]
+        check_value(full.name, full, field.default)
         fields[full.name] = full
     return fields
 

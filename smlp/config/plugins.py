@@ -55,13 +55,22 @@ def import_file(path: Path) -> None:
         del sys.modules[name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
+        where = None if isinstance(error, SyntaxError) else _place(error, [path])  # a SyntaxError names its line
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{VARIABLE}: {path}{_line(path, error)} cannot be loaded: {reason}") from error
+        raise UserError(f"{VARIABLE}: {where or path} cannot be loaded: {reason}") from error
 
 
-def _line(path: Path, error: BaseException) -> str:
-    """Return the line at which a file failed, as a clause of the message; empty if unknown."""
-    if isinstance(error, SyntaxError):
-        return ""  # its message names the line
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f", line {lines[-1]}," if lines else ""
+def fault(error: BaseException) -> str | None:
+    """Return the message for an exception that the code of a plug-in raised; None for any other error."""
+    if not isinstance(error, Exception):
+        return None
+    words = os.environ.get(VARIABLE, "").split(os.pathsep)
+    where = _place(error, [Path(word).expanduser().resolve() for word in words if word])
+    return where and f"{VARIABLE}: {where} failed: {type(error).__name__}: {error}"
+
+
+def _place(error: BaseException, files: list[Path]) -> str | None:
+    """Return the last file among ``files`` that an error passed through, and the line there; None without one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{frame.filename}, line {frame.lineno}," for frame in frames if Path(frame.filename) in files]
+    return places[-1] if places else None

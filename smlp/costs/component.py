@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from smlp.config import ModelConfig
+from smlp.errors import UserError
 
 # kinds of work that multiply-adds are spent on, in any component
 NORMS = "norms"
@@ -72,8 +73,15 @@ class Component:
     #: k, nominal number of experts per token; 0 if tokens are not routed
     assignments_per_token: int = 0
     #: gMLP-MoE: multiply-adds for each ordered (query, key) pair of tokens of one sequence at one expert, the token
-    #: with itself and later keys included; nominally a token has k*n/E keys at each of its experts
+    #: with itself and later keys included; nominally an expert has k*n/E tokens of a sequence, rounded up
+    #: or down
     flops_per_pair: float = 0
+
+    def __post_init__(self) -> None:
+        numbers = {name: value for name, value in vars(self).items() if name not in ("name", "layer", "kind", "work")}
+        for name, value in {**numbers, **self.work}.items():
+            if not isinstance(value, (int, float)) or not value >= 0:
+                raise UserError(f"costs of {self.name}: {name} must be a number of at least 0, got {value!r:.40}")
 
     @property
     def flops_per_position(self) -> float:
@@ -92,7 +100,7 @@ class Component:
             work |= {kind: work[kind] * _causal_share(self.num_mixed) for kind in (SPATIAL, SCORES) if kind in work}
         k = self.assignments_per_token
         if k:
-            keys = k * num_tokens / self.num_experts if self.flops_per_pair else 0
+            keys = _keys_of_a_token(k * num_tokens, self.num_experts) if self.flops_per_pair else 0
             keys *= _causal_share(keys) if causal else 1
             work[EXPERTS] = k * (self.flops_per_assignment + keys * self.flops_per_pair)
         return work
@@ -100,6 +108,14 @@ class Component:
     def nominal_flops(self, num_tokens: int) -> float:
         """Return the sum of :meth:`nominal_work`."""
         return sum(self.nominal_work(num_tokens).values())
+
+
+def _keys_of_a_token(num_assignments: int, num_experts: int) -> float:
+    """Return how many tokens of its sequence a token meets at an expert, itself included, on average: k*n/E, if E
+    divides k*n; otherwise some experts have one token more than others.
+    """
+    each, more = divmod(num_assignments, num_experts)
+    return ((num_experts - more) * each**2 + more * (each + 1) ** 2) / num_assignments
 
 
 def _causal_share(num_mixed: float) -> float:

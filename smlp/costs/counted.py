@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from smlp.config import ModelConfig
 from smlp.costs.formula import components, num_masked, root_of
 from smlp.costs.operators import TracedConvolutions, prepare, refuse_if_it_costs, unknown_operators
+from smlp.errors import UserError
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
@@ -120,17 +121,21 @@ def own_shares(by_module: Mapping[str, float], names: list[str], root: str) -> d
     own: dict[str, float] = {}
     for name in sorted(names, key=lambda name: path[name].count("."), reverse=True):
         inner = sum(share for other, share in own.items() if path[other].startswith(path[name] + "."))
-        own[name] = by_module[path[name]] - inner
+        try:
+            own[name] = by_module[path[name]] - inner
+        except KeyError:
+            raise UserError(f"costs are stated for {name}, but the model has no such module") from None
     return own
 
 
 def balanced_routing(decoder: Decoder, num_seqs: int, num_tokens: int) -> ForwardContext:
-    """Return routing decisions for every sparse layer, dealt out in turn: token i goes to experts i*k, i*k + 1, ...
-    (modulo E)."""
+    """Return routing decisions for every sparse layer, dealt out in turn: token i of each sequence goes to experts i*k,
+    i*k + 1, ... (modulo E), so that gMLP-MoE, whose experts pad sequences to the longest, pads nothing."""
     config = decoder.config
     num_experts = config.moe.num_experts
     num_choices = min(config.experts_per_token, num_experts)
-    choice_NK = torch.arange(num_seqs * num_tokens * num_choices).view(-1, num_choices) % num_experts
+    choice_nK = torch.arange(num_tokens * num_choices).view(-1, num_choices) % num_experts
+    choice_NK = choice_nK.repeat(num_seqs, 1)
     plan = RoutingPlan.from_choices(choice_NK, num_experts)
     expert_BH = (torch.arange(config.embed_dim) % num_experts).expand(num_seqs, -1)
     context = ForwardContext()

@@ -66,7 +66,10 @@ def components(config: ModelConfig, num_tokens: int | None = None) -> list[Compo
     parts = list(_embedding(config, n))
     for layer in range(config.num_layers):
         kind = SPARSE_BLOCKS[config.sparse_block] if layer in sparse else DENSE_BLOCKS[config.dense_block]
-        parts += kind.components(config, layer, n)
+        try:
+            parts += kind.components(config, layer, n)
+        except TypeError as error:
+            raise UserError(f"layer {layer}: components() of the block returned no Components: {error}") from error
     return parts
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smlp.errors import UserError
+from smlp.errors import NaNError, UserError
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
 from smlp.nn.decoder import Decoder
@@ -83,7 +83,8 @@ def leak_test(
         seed: of the random tokens.
 
     Raises:
-        UserError: there is no position to test, one is outside the context, or the rounding error of a type is unknown.
+        UserError: there is no position to test, one is outside the context, the rounding error of a type is unknown, or
+            logits are not finite.
     """
     config = decoder.config
     for dtype in dtypes:
@@ -124,6 +125,11 @@ def _largest_change(
     decoder: Decoder, mode: str, dtype: torch.dtype, tokens: Tensor, others: Tensor, positions: Sequence[int]
 ) -> LeakReport:
     reference, reference_context = _logits(decoder, tokens, ForwardContext())
+    if not reference.isfinite().all():
+        num_bad, dtype_name = int((~reference.isfinite()).sum()), str(dtype).removeprefix("torch.")
+        raise NaNError(
+            f"{num_bad:,} of {reference.numel():,} logits are not finite in {dtype_name}: no leak can be seen"
+        )
     largest, where, moved, compared = 0.0, 0, 0, 0
     for position in positions:
         changed = tokens.clone()

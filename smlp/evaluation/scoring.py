@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smlp.errors import UserError
 from smlp.evaluation.samples import Cutting, SampleBatch, Samples, cut
-from smlp.inference.scoring.candidates import logits_in_pieces, scored
+from smlp.inference.scoring.candidates import check_log_probs, logits_in_pieces, scored
 from smlp.launch.team import Team
 from smlp.moe.plan import RoutingPlan
 from smlp.nn.decoder import Decoder
@@ -90,7 +89,7 @@ def score_samples(
         seen: called with each forward pass's context on this rank.
 
     Raises:
-        UserError: a log-probability is NaN.
+        NaNError: a log-probability is NaN.
     """
     team = team or Team()
     own = list(batches[team.rank :: team.size])
@@ -107,11 +106,7 @@ def score_samples(
     log_probs_N, total = np.full(num_tokens, np.nan, dtype=np.float32), Choices()
     for their_parts, theirs in team.gather((parts, choices)):
         for places_K, log_probs_K in their_parts:
-            if np.isnan(log_probs_K).any():
-                raise UserError(
-                    f"the model's predictions of {np.isnan(log_probs_K).sum()} tokens are NaN: is the checkpoint "
-                    "damaged?"
-                )
+            check_log_probs(log_probs_K)
             log_probs_N[places_K] = log_probs_K
         total.num_choices += theirs.num_choices
         total.num_dropped += theirs.num_dropped

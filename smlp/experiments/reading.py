@@ -259,6 +259,8 @@ def check_names(path: Path, entries: list[ModelEntry]) -> None:
     seen: dict[str, str] = {}
     names = Counter(entry.name for entry in entries)
     for entry in entries:
+        if not entry.name.strip():
+            raise UserError(f"{path}: models: the name {entry.name!r} is empty")
         other = seen.setdefault(entry.folder, entry.name)
         if other != entry.name or names[entry.name] > 1:
             raise UserError(f"{path}: models {other!r} and {entry.name!r} would share the folder {entry.folder!r}")

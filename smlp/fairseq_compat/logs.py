@@ -7,6 +7,7 @@ import sys
 import warnings
 from types import TracebackType
 
+from smlp.config.plugins import fault
 from smlp.errors import ParallelError, UserError, one_line, out_of_memory
 
 # (category, start of the message, module that warns). All of them concern how fairseq calls its libraries, none the
@@ -95,7 +96,7 @@ def install_error_hook() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, (UserError, ParallelError)):
             print_user_error(error)
-        elif (reason := out_of_memory(error)) is not None:
+        elif (reason := out_of_memory(error) or fault(error)) is not None:
             print_user_error(reason)
         else:
             previous(kind, error, trace)

@@ -7,11 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from smlp.errors import UserError
 from smlp.files import read_text
 from smlp.text.binarized import check_recorded, open_tokens
 from smlp.text.tokenizer_files import DICTIONARY
 
+_CORRELATIONS = ("pearson", "spearmanr", "corr")
 _MAKE = "make the data with 'smlp data glue'"
 
 
@@ -20,7 +23,7 @@ def apply() -> None:
 
     ``--report-mcc`` and its like end on several ranks, because fairseq then sums lists of predictions with numbers.
     They are gathered instead. ``--report-pearson-and-spearman`` ends at a batch of one row, whose correlation fairseq
-    also computes; it is nan there.
+    also computes; it is nan there. Numbers that do not vary have a correlation of 0, as with ``--report-mcc``.
     """
     from fairseq.criterions import sentence_prediction
     from fairseq.tasks.sentence_prediction import SentencePredictionTask
@@ -48,7 +51,9 @@ def apply() -> None:
     @functools.wraps(correlate)
     def pearson_and_spearman(preds: Any, labels: Any) -> dict[str, float]:
         if len(preds) < 2:
-            return dict.fromkeys(("pearson", "spearmanr", "corr"), math.nan)
+            return dict.fromkeys(_CORRELATIONS, math.nan)
+        if np.ptp(preds) == 0 or np.ptp(labels) == 0:  # scipy gives nan, with which no run and no checkpoint compares
+            return dict.fromkeys(_CORRELATIONS, 0.0)
         return correlate(preds, labels)
 
     def logging_outputs_can_be_summed(self: Any) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smlp.errors import NaNError
+from smlp.errors import NaNError, UserError
 from smlp.moe.dispatch import EveryExpertDispatcher, LocalDispatcher, TokenDispatcher
 from smlp.moe.exchange import TokenShuffle
 from smlp.moe.routers.routing import Router, Routing
 from smlp.nn.state import ForwardContext, Observation
-from smlp.ops.fast_paths import needs_fixed_shapes, outside_graphs, sizes_may_depend_on_values
+from smlp.ops.fast_paths import is_traced, needs_fixed_shapes, outside_graphs, sizes_may_depend_on_values
 from smlp.parallel.spans import EXPERTS, GATE, PERMUTE, stage_of
 
 
@@ -42,6 +42,8 @@ class TokenMoE(nn.Module):
         shuffle: TokenShuffle | None = None,
     ) -> None:
         super().__init__()
+        if not callable(router):
+            raise UserError(f"{name}: build() of the router returned {router!r:.60}, which cannot be called")
         self.router = router
         self.experts = experts
         self.name = name
@@ -100,6 +102,10 @@ class TokenMoE(nn.Module):
                 routing = self.router(x_NH, token_ids_N, context.plans.get(self))
         except FloatingPointError as error:
             raise NaNError.in_layer(self.name, error) from None
+        if not is_traced():
+            problem = routing.problem(len(x_NH)) if isinstance(routing, Routing) else f"{routing!r:.40}, not a Routing"
+            if problem is not None:
+                raise UserError(f"{self.name}: {type(self.router).__name__} returned {problem}")
         context.plans[self] = routing.plan
         if context.observe:
             weight_A = None if routing.weight_A is None else routing.weight_A.detach()

@@ -85,7 +85,7 @@ def read_comparison(path: Path) -> Comparison:
     models = {name: option_words(named, name, words) for name, words in named.items().items()}
     check_names(named, models)
     section.end()
-    if data is None or len(models) < 2:
+    if not data or len(models) < 2:
         raise UserError(f"{path}: data and at least two models are needed")
     return Comparison(data, option_words(section, "options", options), models, seeds)
 

@@ -128,7 +128,7 @@ def read_sweep(path: Path) -> Sweep:
             models[full] = [*words, "--model-kwargs", *(f"{key}={value}" for key, value in settings.items())]
     section.end()
     check_names(named, models)
-    if data is None or len(models) < 2:
+    if not data or len(models) < 2:
         raise UserError(f"{path}: data and at least two points are needed")
     if similarity is not None and len(series.get(similarity, ())) != 1:
         raise section.error("similarity", f"must name a series with exactly one point, got {similarity!r}")

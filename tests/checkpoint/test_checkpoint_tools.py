@@ -13,9 +13,11 @@ import torch
 from checkpoint_states import PREFIX, WORDS, command, content, differences, refused, save, state_of, trained
 from running import USER_DIR, run_python
 
+import smlp
 from smlp.checkpoint import lazy
 from smlp.checkpoint.index import INDEX_KEY
 from smlp.checkpoint.opened import open_checkpoint
+from smlp.errors import UserError
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
@@ -116,13 +118,15 @@ def test_the_average_is_the_mean(tmp_path: Path, arch: str, monkeypatch) -> None
     assert differences(content(one)["model"], models[0]) == []
 
 
-def test_weights_that_are_no_numbers_are_not_averaged(whole: Path, tmp_path: Path, capsys) -> None:
-    state = content(whole)
-    next(iter(state["model"].values()))[0, 0] = float("nan")
-    torch.save(state, tmp_path / "nan.pt")
-    error = refused(capsys, "average", whole, tmp_path / "nan.pt", "-o", tmp_path / "mean.pt")
-    assert f"decoder.core.embedding.weight of {tmp_path / 'nan.pt'} is not finite" in error
-    assert not (tmp_path / "mean.pt").exists()
+def test_weights_that_are_not_finite_are_refused(whole: Path, tmp_path: Path, capsys) -> None:
+    state, path, output = content(whole), tmp_path / "nan.pt", tmp_path / "out.pt"
+    next(iter(state["model"].values()))[-1, 0] = float("inf")
+    torch.save(state, path)
+    for words in (["average", whole, path, "-o", output], ["merge", path, "-o", output], ["verify", path]):
+        assert f"decoder.core.embedding.weight of {path} is not finite" in refused(capsys, *words)
+    with pytest.raises(UserError, match="is not finite"):
+        smlp.load_pretrained(path)
+    assert not output.exists()
 
 
 def test_the_newest_checkpoints_of_a_run_are_averaged(whole: Path, tmp_path: Path, capsys) -> None:

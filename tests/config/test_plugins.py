@@ -7,7 +7,7 @@ import os
 import sys
 
 import pytest
-from plugin_files import ARCHS, ROUTER, SIZES
+from plugin_files import ARCHS, CONV, ROUTER, SIZES
 from running import REPOSITORY, run_python
 from tiny_checkpoints import write_checkpoint
 
@@ -149,6 +149,15 @@ BAD = {
         ["'router_jitter'", "another setting"],
     ),
     "architecture": (START + "register_architecture('y', like='nothing')", ["'y'", "'nothing'"]),
+    "settings of another kind": (
+        START + "Free.settings = 5\nregister_router('x')(Free)",
+        ["settings of 'x' (5)", "not a frozen dataclass"],
+    ),
+    "default": (
+        START + "@dataclass(frozen=True)\nclass S:\n  a: float = setting('warm', 'h')\nFree.settings = S\n"
+        "register_router('x')(Free)",
+        ["x_a must be of type float, got 'warm'"],
+    ),
     "its setting": (START + "register_architecture('y', like='smlp', wdith=3)", ["'y'", "'wdith'"]),
 }
 
@@ -166,6 +175,42 @@ def test_bad_files_are_refused_whole(tmp_path, monkeypatch, name):
         assert "\n" not in str(error.value)
     monkeypatch.setenv(plugins.VARIABLE, str(ROUTER))
     assert "half" not in smlp.PRESETS and "x" not in ROUTERS and "cosine" in ROUTERS
+
+
+#: (text of an example, what stands for it, words of the message)
+RETURNED = [
+    ("return Routing(plan,", "return (plan,", ["layer 1 (tMoE): CosineRouter returned (RoutingPlan(", "not a Routing"]),
+    ("plan.expert_A], aux", "plan.expert_A][1:], aux", ["weight_A of shape (", "assignments"]),
+    ("aux_losses, logits", "{'x': gate_NE[0]}, logits", ["aux_losses['x'] of shape (8,), not a scalar"]),
+    ("aux_losses, logits", "None, logits", ["aux_losses None, not a dictionary"]),
+    ("logits_NE.detach())", "logits_NE[0])", ["logits_NE of shape (8,), not ("]),
+    ("cosine_NE = gate", "{}['mine']; cosine_NE = gate", ["SMLP_PLUGINS: ", "line 56, failed: KeyError: 'mine'"]),
+    ("return CosineRouter(", "return 0, (", ["layer 1 (tMoE): build() of the router returned (0, ("]),
+    (
+        "return config.num_experts * config.embed_dim  #",
+        "return 'many'  #",
+        ["must be a number of at least 0, got 'many'"],
+    ),
+    (
+        "return x_BnH + self",
+        "return x_BnH[..., :1] if True else x_BnH + self",
+        ["Convolution returned (", "not a tensor of shape ("],
+    ),
+    ("return DenseBlock(config, ", "return (", ["layer 0: build() of the block returned a Convolution", "not a Block"]),
+    ("return convolution_costs(config, layer_index), f", "return f", ["layer 0: components() of the block returned"]),
+    ('f"blocks.{layer}.mixing"', '"nowhere"', ["costs are stated for nowhere, but the model has no such module"]),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "words"), RETURNED)
+def test_what_a_plugin_returns_is_checked(tmp_path, monkeypatch, capsys, old, new, words):
+    example, arch = (ROUTER, "cosine_lm_tiny") if old in ROUTER.read_text() else (CONV, "conv_lm_tiny")
+    path = tmp_path / "mine.py"
+    path.write_text(example.read_text().replace(old, new))
+    monkeypatch.setenv(plugins.VARIABLE, str(path))
+    assert main.main(["flops", "--arch", arch, "--tokens", "4"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(word in error for word in words), error
 
 
 def test_a_missing_file_is_named(monkeypatch, capsys):

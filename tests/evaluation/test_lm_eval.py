@@ -293,6 +293,22 @@ def test_settings_that_cannot_be_followed_are_named(harness, settings, words, mo
         harness.generate_until(asked, disable_tqdm=True)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "names no checkpoint: give path=CHECKPOINT"),
+        ("path=x,banana=1", "has 'banana', which is not one of path, batch_tokens"),
+        ("path=x,batch_tokens=0", "batch_tokens must be a number of at least 1, got 0"),
+        ("path=x,batch_tokens=abc", "batch_tokens must be a number of at least 1, got 'abc'"),
+        ("path=x,newline=x", "newline must be one of eos, space, got 'x'"),
+        ("path=x,fill_prefix=maybe", "fill_prefix must be True or False, got 'maybe'"),
+    ],
+)
+def test_arguments_of_the_harness_command_line_are_checked(words, message):
+    with pytest.raises(UserError, match=message):
+        HarnessModel.create_from_arg_string(words, {"batch_size": None, "max_batch_size": None})
+
+
 def test_records_that_no_context_holds_stop_it_or_are_left_out(tmp_path, capsys):
     """As in smlp zeroshot; of all tasks at once."""
     data = write_tasks(tmp_path / "tasks")
@@ -404,6 +420,15 @@ def test_what_is_wrong_with_every_file_is_said_at_once(path, tmp_path, capsys):
     *_, first, copa, piqa = capsys.readouterr().err.splitlines()
     assert first == "smlp: error: 2 of 2 tasks cannot be scored:"
     assert "copa/val.jsonl is missing" in copa and "piqa/valid.jsonl or" in piqa
+
+
+def test_predictions_that_are_nan_are_no_accuracy(data, tmp_path, capsys):
+    path, _ = write_checkpoint(tmp_path, SYMBOLS, "switch_lm_tiny", 60)
+    state = torch.load(path)
+    state["model"]["decoder.core.norm.weight"].fill_(3e38)  # finite, but the logits are not
+    torch.save(state, path)
+    assert lm_eval(path, "--tasks", "copa", "--data-dir", data) == 1
+    assert "tokens are NaN: is the checkpoint damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ MISTAKES = {
     "no value": (FILE.replace("num_experts: 4", "num_experts: null"), r"num_experts has no value; leave it out"),
     "reserved setting": (FILE.replace("num_experts: 4", "batch-size: 4"), r"batch_size is the same for all models"),
     "same seeds": (FILE.replace("[1, 2]", "[1, 1]"), r"seeds must be different numbers, got \[1, 1\]"),
+    "empty name": (FILE + "  '': {arch: smlp_tiny}\n", "models: the name '' is empty"),
     "same folder": (FILE + "  sMLP_E 4: {arch: smlp_tiny}\n", r"'sMLP E=4' and 'sMLP_E 4' would share the folder"),
     "quick": (FILE + "quick: {seed: [1]}\n", r"seed is unknown; did you mean 'seeds'\?"),
     "quick list": (FILE + "quick: [1]\n", r"quick must be names with values, got a list"),

@@ -16,6 +16,8 @@ from benchmarks import peers, spatial, timing
 from benchmarks.report import Row, as_markdown, as_text, compared
 from benchmarks.settings import Settings
 
+from smlp.errors import UserError
+
 
 def test_alternatives_take_turns_after_a_first_call(monkeypatch):
     clock, calls = [0.0], []
@@ -51,6 +53,12 @@ def test_peak_memory_counts_what_lives_at_one_time():
         (weight.exp() * 2).sum().backward()
 
     assert timing.peak_extra_bytes(learning, "cpu") >= 8000
+
+
+@pytest.mark.parametrize(("option", "value"), [("--threads", "-1"), ("--json", "/no/such/file")])
+def test_bad_options_are_named_before_the_work(option, value):
+    with pytest.raises(UserError, match=option):
+        benchmark.parse([option, value])
 
 
 def test_rows_know_whether_they_hold():

@@ -9,6 +9,7 @@ from tiny_checkpoints import write_checkpoint
 from tiny_decoders import VARIANTS, make
 
 from smlp.checkpoint.load import load_language_model
+from smlp.errors import UserError
 from smlp.inference.generation import Limits, Request, Sampling, sampled_texts
 from smlp.inference.generation.prompts import ready_prompts
 from smlp.inference.scoring.candidates import drop_nothing
@@ -192,6 +193,9 @@ def test_scores_of_a_prompt(variant, monkeypatch):
         assert [token for token, _ in top] == best.indices.tolist()
         assert [one for _, one in top] == pytest.approx(best.values.tolist(), abs=1e-5)
     assert isinstance(found, PromptScores) and len(found.log_probs) == 10
+    torch.nn.init.constant_(decoder.norm.weight, torch.inf)
+    with pytest.raises(UserError, match="next-token scores are NaN"):  # JSON has no NaN
+        prompt_scores(decoder, prompt, 3)
 
 
 def test_greedy_texts_are_those_of_generate(tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from contextlib import contextmanager
 
 import pytest
@@ -337,8 +338,10 @@ def test_the_page_in_a_browser(address, model):
         assert not errors
 
 
-def test_the_command(checkpoint):
-    command = [sys.executable, "-m", "smlp", "serve", str(checkpoint), "--port", "0", "--device", "cpu"]
+def test_the_command(checkpoint, tmp_path):
+    """Also when another file is copied over the checkpoint meanwhile."""
+    own = shutil.copytree(checkpoint.parent, tmp_path / "own") / checkpoint.name
+    command = [sys.executable, "-m", "smlp", "serve", str(own), "--port", "0", "--device", "cpu"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -349,6 +352,11 @@ def test_the_command(checkpoint):
             line = process.stdout.readline()
             found = re.search(r"at http://127\.0\.0\.1:(\d+)/", line)
             assert found, line + process.stderr.read()
+            own.write_bytes(b"")
+            words = json.dumps({"prompt": "w1", "max_tokens": 2}).encode()
+            request = urllib.request.Request(f"http://127.0.0.1:{found[1]}/v1/completions", words)
+            request.add_header("Content-Type", "application/json")
+            assert json.load(urllib.request.urlopen(request, timeout=SECONDS))["choices"]
             process.send_signal(signal.SIGTERM)
             assert process.wait(SECONDS) == 0
         finally:

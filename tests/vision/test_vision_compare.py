@@ -35,9 +35,9 @@ def in_process(monkeypatch):
     return train_in_this_process(monkeypatch)
 
 
-def write(tmp_path, digits, seeds="[1, 2]", width=8, more=""):
+def write(tmp_path, digits, **changes):
     path = tmp_path / "comparison.yaml"
-    path.write_text(TINY.format(data=digits, seeds=seeds, width=width, more=more))
+    path.write_text(TINY.format(**{"data": digits, "seeds": "[1, 2]", "width": 8, "more": "", **changes}))
     return path
 
 
@@ -85,6 +85,7 @@ def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        ({"data": "''"}, "data and at least two models are needed"),
         ({"width": 64}, "they may differ by 3%"),
         ({"more": "--seed 3"}, "models.second has --seed, which smlp vision compare sets"),
         ({"more": "--resum x"}, "comparison.yaml: options of smlp vision train: unrecognized arguments: --resum x"),
@@ -94,7 +95,7 @@ def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, 
         ({"seeds": "[]"}, "seeds is empty: name at least one"),
         ({"more": "--epochs x"}, "comparison.yaml: options of smlp vision train: argument --epochs: "),
     ],
-    ids=["flops", "own-option", "abbreviated", "large", "twice", "no-number", "no-seed", "no-option"],
+    ids=["no-data", "flops", "own-option", "abbreviated", "large", "twice", "no-number", "no-seed", "no-option"],
 )
 def test_comparisons_that_are_refused(digits, tmp_path, capsys, changes, sentence):
     assert run(write(tmp_path, digits, **changes), tmp_path / "out") == 1

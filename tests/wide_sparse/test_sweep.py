@@ -44,8 +44,8 @@ def digits(tmp_path_factory):
 
 def write(tmp_path, digits, **changes):
     path = tmp_path / "sweep.yaml"
-    given = {"seeds": "[1, 2]", "similarity": "S-Mixer", "options": "", "more": "", "density": 0.125, **changes}
-    path.write_text(TINY.format(data=digits, **given))
+    given = {"seeds": "[1, 2]", "similarity": "S-Mixer", "options": "", "more": "", "density": 0.125}
+    path.write_text(TINY.format(**{"data": digits, **given, **changes}))
     return path
 
 
@@ -113,6 +113,7 @@ def test_a_sweep_reports_errors_differences_and_similarity(digits, tmp_path, mon
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        ({"data": "''"}, "data and at least two points are needed"),
         ({"density": 0.5}, "mlp_width=64 mask_density=0.5 has 2,048 connections in a layer, +300.0% from the 512"),
         ({"more": "--model-kwargs num_layers=3"}, "series.SW-MLP.options has --model-kwargs"),
         ({"more": "--seed 3"}, "series.SW-MLP.options has --seed, which smlp vision compare sets"),

@@ -30,6 +30,7 @@ from smlp.inference.language_model import LanguageModel
 from smlp.inference.scoring.candidates import CandidateScorer, TokenScores, drop_nothing
 from smlp.inference.scoring.texts import Candidates, NoTokenError, TokenizedText, TooLongError
 from smlp.launch.team import Team
+from smlp.text.tokenizer import NEWLINES
 
 Result = tuple[float, bool]
 
@@ -67,15 +68,15 @@ class HarnessModel(TemplateLM):
         device: torch device.
         dictionary, tokenizer: if they are not found next to the checkpoint.
         team: ranks among which the harness shares its records.
-        **ignored: the harness's ``batch_size`` and ``max_batch_size``.
+        batch_size, max_batch_size: of the harness's command line; ignored.
 
     Raises:
-        UserError: a file is missing or damaged, or there is no such device.
+        UserError: a file is missing or damaged, there is no such device, or an argument is unknown or out of range.
     """
 
     def __init__(
         self,
-        path: str | Path | LanguageModel,
+        path: str | Path | LanguageModel = "",
         batch_tokens: int = 8192,
         newline: str = "eos",
         fill_prefix: bool = False,
@@ -85,8 +86,23 @@ class HarnessModel(TemplateLM):
         team: Team | None = None,
         batch_size: Any = None,
         max_batch_size: Any = None,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        # the harness's command line turns "key=value" into numbers, truth values and texts, and checks nothing
+        known = ["path", "batch_tokens", "newline", "fill_prefix", "device", "dictionary", "tokenizer"]
+        for name in unknown:
+            raise UserError(f"--model_args has {name!r}, which is not one of {', '.join(known)}")
+        if path == "":
+            raise UserError("--model_args names no checkpoint: give path=CHECKPOINT")
+        for name, value, fits, wanted in (
+            ("batch_tokens", batch_tokens, type(batch_tokens) is int and batch_tokens > 0, "a number of at least 1"),
+            ("newline", newline, newline in NEWLINES, f"one of {', '.join(NEWLINES)}"),
+            ("fill_prefix", fill_prefix, isinstance(fill_prefix, bool), "True or False"),
+            ("team", team, team is None or isinstance(team, Team), "left out"),
+        ):
+            if not fits:
+                raise UserError(f"{name} must be {wanted}, got {value!r:.40}")
         team = team or Team()
         if device == "cuda:0" and not torch.cuda.is_available():
             device = None  # the harness's command line asks for it unless told otherwise

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smlp.errors import UserError
+from smlp.errors import NaNError, UserError
 from smlp.evaluation.perplexity import of_nats
 from smlp.inference.scoring.batching import CandidateBatch, CandidateBlock, Reading, plan_batches, plan_single_passes
 from smlp.inference.scoring.texts import Candidates, Encoding
@@ -184,7 +184,9 @@ class CandidateScorer:
             pieces = scored(logits_RV, targets_R)
             log_probs.append(pieces[0].cpu())
             is_greedy.append(pieces[1].cpu())
-        return torch.cat(log_probs).double().numpy(), torch.cat(is_greedy).numpy()
+        log_probs_K = torch.cat(log_probs).double().numpy()
+        check_log_probs(log_probs_K)
+        return log_probs_K, torch.cat(is_greedy).numpy()
 
     @property
     def _device(self) -> torch.device:
@@ -293,6 +295,14 @@ def scored(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
     largest_R = logits_RV.amax(dim=1)
     sum_R = logits_RV.sub_(largest_R.unsqueeze(1)).exp_().sum(dim=1)
     return chosen_R - largest_R - sum_R.log(), chosen_R == largest_R
+
+
+def check_log_probs(log_probs_K: np.ndarray) -> None:
+    """Raise ``NaNError`` if log-probabilities are NaN."""
+    if num_bad := int(np.isnan(log_probs_K).sum()):
+        raise NaNError(
+            f"the model's predictions of {num_bad} tokens are NaN: is the checkpoint damaged, or its numbers too large?"
+        )
 
 
 def is_spread(decoder: Decoder) -> bool:

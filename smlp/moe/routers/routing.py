@@ -34,6 +34,26 @@ class Routing:
     #: scores that determine the plan, (N, E), detached; None if there are none
     logits_NE: Tensor | None = None
 
+    def problem(self, num_tokens: int) -> str | None:
+        """Return what does not fit together or to N tokens, as the end of a sentence; None if all does."""
+        shape_A, weight_A, logits_NE = self.plan.token_A.shape, self.weight_A, self.logits_NE
+        if self.plan.num_tokens != num_tokens:
+            return f"a plan of {self.plan.num_tokens} tokens for {num_tokens}"
+        if weight_A is not None and getattr(weight_A, "shape", None) != shape_A:
+            return f"weight_A of shape {_shape(weight_A)} for {shape_A[0]} assignments"
+        if not isinstance(self.aux_losses, dict):
+            return f"aux_losses {self.aux_losses!r:.40}, not a dictionary"
+        for name, loss in self.aux_losses.items():
+            if not isinstance(loss, Tensor) or loss.dim():
+                return f"aux_losses[{name!r}] of shape {_shape(loss)}, not a scalar tensor"
+        if logits_NE is not None and logits_NE.shape != (num_tokens, self.plan.num_experts):
+            return f"logits_NE of shape {_shape(logits_NE)}, not {(num_tokens, self.plan.num_experts)}"
+        return None
+
+
+def _shape(value: object) -> object:
+    return tuple(map(int, value.shape)) if isinstance(value, Tensor) else f"{value!r:.40}"
+
 
 class Router(Protocol):
     """Chooses experts for tokens.

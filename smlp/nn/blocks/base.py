@@ -70,7 +70,7 @@ class DenseBlock(Block):
         self.norms_after = config.layer_norm == "after"
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
-        x_BnH = self.mixing(x_BnH, context)
+        x_BnH = mixed(self.mixing, x_BnH, context)
         if self.norms_after:
             return self.norm(x_BnH + self.dropout(self.feed_forward(x_BnH))), {}
         return x_BnH + self.dropout(self.feed_forward(self.norm(x_BnH))), {}
@@ -78,6 +78,15 @@ class DenseBlock(Block):
     def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
         """Skip the feed-forward network, which no other position sees; otherwise as in :class:`Block`."""
         self.mixing(x_BnH, context)
+
+
+def mixed(mixing: nn.Module, x_BnH: Tensor, context: ForwardContext) -> Tensor:
+    """Apply the sublayer of a block that mixes tokens, which must keep the shape."""
+    y_BnH = mixing(x_BnH, context)
+    if not isinstance(y_BnH, Tensor) or y_BnH.shape != x_BnH.shape:
+        found = tuple(y_BnH.shape) if isinstance(y_BnH, Tensor) else f"{y_BnH!r:.40}"
+        raise UserError(f"{type(mixing).__name__} returned {found}, not a tensor of shape {tuple(x_BnH.shape)}")
+    return y_BnH
 
 
 def feed_forward_costs(config: ModelConfig, layer: int) -> Component:
@@ -163,7 +172,10 @@ def sparse_block(config: ModelConfig, layer_index: int, ranks: Ranks | None = No
 def build_blocks(config: ModelConfig, ranks: Ranks | None = None) -> nn.ModuleList:
     """Build the stack that a configuration describes, with the experts of this rank; with all of them by default."""
     sparse, dense_kind = set(config.sparse_layer_indices()), DENSE_BLOCKS[config.dense_block]
-    return nn.ModuleList(
-        sparse_block(config, index, ranks) if index in sparse else dense_kind.build(config, index, ranks)
-        for index in range(config.num_layers)
-    )
+    blocks = nn.ModuleList()
+    for index in range(config.num_layers):
+        block = sparse_block(config, index, ranks) if index in sparse else dense_kind.build(config, index, ranks)
+        if not isinstance(block, Block):
+            raise UserError(f"layer {index}: build() of the block returned a {type(block).__name__}, not a Block")
+        blocks.append(block)
+    return blocks

@@ -20,11 +20,12 @@ from smlp.costs.component import (
     dropout_keeps,
     linear_parameters,
 )
+from smlp.errors import UserError
 from smlp.moe.dispatch import LocalDispatcher, TokenDispatcher
 from smlp.moe.exchange import TokenExchange, TokenShuffle
 from smlp.moe.experts import FeedForwardExperts
 from smlp.moe.layer import TokenMoE
-from smlp.nn.blocks.base import AuxLosses, Block, BlockKind
+from smlp.nn.blocks.base import AuxLosses, Block, BlockKind, mixed
 from smlp.nn.layers import Dropout
 from smlp.nn.state import ForwardContext
 from smlp.parallel import Ranks, one_process
@@ -57,10 +58,10 @@ class SparseBlock(Block):
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> tuple[Tensor, AuxLosses]:
         if not self.tokens_first:
-            x_BnH = self.mixing(x_BnH, context)
+            x_BnH = mixed(self.mixing, x_BnH, context)
         update_BnH, aux_losses = self.token_moe(self.norm(x_BnH), context)
         x_BnH = x_BnH + self.dropout(update_BnH)
-        return (self.mixing(x_BnH, context) if self.tokens_first else x_BnH), aux_losses
+        return (mixed(self.mixing, x_BnH, context) if self.tokens_first else x_BnH), aux_losses
 
     def read(self, x_BnH: Tensor, context: ForwardContext) -> None:
         """Skip the experts of tokens if no other position sees them; otherwise as in :class:`Block`."""
@@ -91,6 +92,10 @@ class SparseBlockKind(BlockKind):
 
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
         mixing = self.mixing(config, layer_index, ranks)
+        if not isinstance(mixing, nn.Module):
+            raise UserError(
+                f"layer {layer_index}: mixing() of the block returned a {type(mixing).__name__}, not a module"
+            )
         norm = nn.Identity() if config.router_kind.experts_as_in_base else nn.LayerNorm(config.embed_dim)
         token_moe = feed_forward_moe(config, layer_index, ranks)
         return SparseBlock(mixing, token_moe, norm, config.tmoe_dropout, self.has_tokens_first(config))
