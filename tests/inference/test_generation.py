@@ -5,7 +5,7 @@ import torch
 
 import smlp
 from smlp.evaluation.leak import randomise
-from smlp.inference.generation import Limits, Sampling, method_of, sampled_texts
+from smlp.inference.generation import Limits, Sampling, generate, method_of
 from smlp.inference.generation.sampled import choose, penalise
 
 
@@ -14,12 +14,6 @@ def model():
     settings = {"vocab_size": 30, "max_tokens": 16, "embed_dim": 16, "ffn_dim": 16}
     small = smlp.build("smlp", num_dense_layers=1, num_sparse_layers=1, num_experts=4, **settings)
     return randomise(small).eval()
-
-
-def generate(decoder, prompt, max_tokens, sampling=None, banned=(), when_full="refuse"):
-    """Continue one sequence of ids; yield each new id as it is chosen."""
-    texts = sampled_texts(decoder, [prompt], Limits(max_tokens, when_full=when_full), sampling, banned=banned)
-    return (text.tokens[-1] for text in texts)
 
 
 def test_greedy_follows_the_full_forward(model):

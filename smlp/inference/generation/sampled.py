@@ -18,6 +18,24 @@ from smlp.inference.generation.settings import Limits, Sampling
 from smlp.nn.decoder import Decoder
 
 
+def generate(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    banned: Sequence[int] = (),
+    fill: int | None = None,
+    when_full: str = "refuse",
+) -> Iterator[int]:
+    """Continue one sequence of ids; yield each new id as it is chosen.
+
+    Arguments and errors as in :func:`sampled_texts`; ``max_tokens`` ids are yielded.
+    """
+    limits = Limits(max_tokens, when_full=when_full)
+    texts = sampled_texts(decoder, [prompt], limits, sampling, banned=banned, fill=fill)
+    return (text.tokens[-1] for text in texts)
+
+
 def sampled_texts(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
