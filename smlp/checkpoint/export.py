@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from argparse import Namespace
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ from typing import Any, BinaryIO
 import torch
 
 from smlp.checkpoint.lazy import FileVersion, LazyTensor, StoredTensor, as_bytes
-from smlp.checkpoint.torch_file import VARIABLE, check_records, write_torch_file
+from smlp.checkpoint.torch_file import check_records, is_verifying, write_torch_file
 from smlp.config import ModelConfig, flatten
 from smlp.config.presets import FROM_TASK
 from smlp.errors import UserError
@@ -148,7 +147,7 @@ def check_sums(path: Path) -> None:
     """
     if path.suffix != ".safetensors":
         check_records(path)
-    elif os.environ.get(VARIABLE) != "0" and (problem := digest_problem(path)):
+    elif is_verifying() and (problem := digest_problem(path)):
         raise UserError(problem)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from smlp.checkpoint.export import is_export, prefix_of, read_export, read_safet
 from smlp.checkpoint.index import ExpertIndex
 from smlp.checkpoint.lazy import LazyTensor, is_finite
 from smlp.checkpoint.parts import attach
-from smlp.checkpoint.torch_file import VARIABLE, existing_file, read_structure
+from smlp.checkpoint.torch_file import existing_file, is_verifying, read_structure
 from smlp.config import ModelConfig
 from smlp.errors import UserError
 from smlp.moe.experts import expert_parameters
@@ -143,7 +142,7 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
     if len(kinds) > 1:
         problems.append(f"{path} has weights of several types: {', '.join(sorted(map(str, kinds)))}")
     problems += _moment_problems(checkpoint)
-    return problems or _infinite_weights(checkpoint)
+    return problems or (_infinite_weights(checkpoint) if is_verifying() else [])
 
 
 def _infinite_weights(checkpoint: Checkpoint) -> list[str]:
@@ -151,7 +150,7 @@ def _infinite_weights(checkpoint: Checkpoint) -> list[str]:
     return [
         f"{name} of {checkpoint.path} is not finite: its training has diverged, or the file is damaged"
         for name, tensor in checkpoint.state["model"].items()
-        if os.environ.get(VARIABLE) != "0" and tensor.dtype.is_floating_point and not is_finite(tensor)
+        if tensor.dtype.is_floating_point and not is_finite(tensor)
     ]
 
 
