@@ -1,7 +1,9 @@
 """Time of an update, models in turn: ``python -m smlp.experiments.speed OUT ROUNDS`` writes ``speed.json``.
 
 Runs that share a machine slow each other down, and a machine's speed changes from day to day. So the trained models
-take turns at single updates on the same training text; medians over the rounds can be compared with each other.
+take turns at a few updates on the same training text; medians over the rounds can be compared with each other. The
+first update of a turn is not counted: it finds the caches full of the other models' weights, which slows down large
+models most and does not happen in training.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder
 from smlp.text.binarized import read_fairseq_tokens
 
-HOW = "forward, backward and Adam in a plain loop, models in turn, with no run of the experiment at the same time"
+HOW = (
+    "forward, backward and Adam in a plain loop, models in turn, some updates each of which the first is not counted, "
+    "with no run of the experiment at the same time"
+)
+#: updates of a model's turn, of which the first is not counted
+UPDATES_IN_TURN = 4
 _LEARNING_RATE = 1e-5  # so small that routing hardly changes
 
 
@@ -57,7 +64,8 @@ class TimedUpdates:
         self.masters = (
             [weight.detach().float().requires_grad_() for weight in self.weights] if dtype.itemsize == 2 else []
         )
-        self.optimizer = torch.optim.Adam(self.masters or self.weights, lr=learning_rate)
+        # in one kernel, as in training (smlp/fairseq_compat/adam.py)
+        self.optimizer = torch.optim.Adam(self.masters or self.weights, lr=learning_rate, fused=True)
         #: seconds of each update
         self.seconds: list[float] = []
 
@@ -94,15 +102,20 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
         if (checkpoint := _checkpoint(folder, model, experiment)) is not None
     }
     began, computed = time.perf_counter(), time.process_time()
-    for number in range(rounds + 1):
-        stretch = batch_size * width
-        places = number * stretch + torch.arange(stretch + 1)
-        rows = tokens[places % len(tokens)].to(device)  # repeat a shorter text
+    stretch, num_updates = batch_size * width, (rounds + 1) * UPDATES_IN_TURN
+    places = torch.arange(num_updates * stretch + 1)
+    text = tokens[places % len(tokens)].to(device)  # repeats a shorter text
+    batches = [
+        [tuple(text[first + shift :][:stretch].view(batch_size, width) for shift in (0, 1))]
+        for first in range(0, num_updates * stretch, stretch)
+    ]
+    for first in range(0, num_updates, UPDATES_IN_TURN):
         for model in models.values():
-            model.update([(rows[:-1].view(batch_size, width), rows[1:].view(batch_size, width))])
+            for batch in batches[first : first + UPDATES_IN_TURN]:
+                model.update(batch)
     return {
         "models": {
-            name: {"seconds_per_update": model.seconds[1:], "tokens_per_update": batch_size * width}
+            name: {"seconds_per_update": _of_turns(model.seconds)[1:], "tokens_per_update": batch_size * width}
             for name, model in models.items()
         },
         "rounds": rounds,
@@ -112,6 +125,12 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
         "core_share": (time.process_time() - computed) / (time.perf_counter() - began) / torch.get_num_threads(),
         "environment": environment(),
     }
+
+
+def _of_turns(seconds: Sequence[float]) -> list[float]:
+    """Return the mean time of an update in each turn, its first update aside."""
+    turns = (seconds[first + 1 : first + UPDATES_IN_TURN] for first in range(0, len(seconds), UPDATES_IN_TURN))
+    return [sum(turn) / len(turn) for turn in turns]
 
 
 def _checkpoint(folder: Folder, model: dict[str, Any], experiment: dict[str, Any]) -> Path | None:

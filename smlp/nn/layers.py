@@ -237,7 +237,7 @@ class SpatialWeights(nn.Module):
         # a free matrix is returned whole: the product slices it, so that its gradient stays one tensor
         weight_hTT = self.matrices(x_Bnhc.size(1)) if self.is_toeplitz else self.weight
         if self.is_causal:
-            return causal_spatial_projection(x_Bnhc, weight_hTT, self.bias, start, gate_Bmhc)
+            return causal_spatial_projection(x_Bnhc, weight_hTT, self.bias, start, gate_Bmhc, self.is_toeplitz)
         return spatial_projection(x_Bnhc, weight_hTT, self.bias, gate_Bmhc)
 
 

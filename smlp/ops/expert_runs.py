@@ -1,7 +1,8 @@
 """Products of tokens with the weights of their own experts, for one expert at a time or for many.
 
-On a CPU one expert after the other is fastest: intermediate results stay in the cache. A GPU wants few, large calls:
-one batched product where all experts have equally many tokens, one grouped product where they do not.
+On a CPU one large expert after the other is fastest: intermediate results stay in the cache. Many small ones share all
+but their products. A GPU wants few, large calls: one batched product where all experts have equally many tokens, one
+grouped product where they do not.
 
 Letters: ``n`` tokens of a run, sorted by expert, ``e`` its experts; ``I`` and ``O`` features in and out.
 """
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smlp.ops import onednn
-from smlp.ops.fast_paths import TOKENS_AT_A_TIME, groups_products, takes_bands, takes_onednn
+from smlp.ops.fast_paths import TOKENS_AT_A_TIME, groups_products, shares_small_experts, takes_bands, takes_onednn
 from smlp.ops.functional import few_rows
 
 Statistics = tuple[Tensor, Tensor]
@@ -177,7 +178,7 @@ class UnequalExperts(_SeveralExperts):
         self.idle = [expert for expert, count in enumerate(counts) if count == 0]
 
     def rows_of(self, value_eI: Tensor) -> Tensor:
-        return value_eI[self.expert_n]
+        return value_eI.index_select(0, self.expert_n)
 
     def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor | None = None) -> Tensor:
         y_nO = F.grouped_mm(x_nI, weight_eOI.transpose(1, 2), offs=self.ends_e)
@@ -193,6 +194,33 @@ class UnequalExperts(_SeveralExperts):
     def sums(self, y_nO: Tensor) -> Tensor:
         zeros_eO = y_nO.new_zeros(self.ends_e.numel(), y_nO.size(1))
         return zeros_eO.index_add_(0, self.expert_n, y_nO)
+
+
+class SmallExperts(UnequalExperts):
+    """Many experts with few tokens each, on a CPU: only the products are computed for one expert at a time."""
+
+    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
+        super().__init__(counts, device)
+        self.counts = list(counts)
+
+    def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor | None = None) -> Tensor:
+        return self._products(x_nI, weight_eOI.transpose(1, 2), out_nO).add_(self.rows_of(bias_eO))
+
+    def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
+        return self._products(y_nO, weight_eOI)
+
+    def outer(self, y_nO: Tensor, x_nI: Tensor, out_eOI: Tensor) -> None:
+        parts = zip(y_nO.t().split(self.counts, dim=1), x_nI.split(self.counts), out_eOI, strict=True)
+        for y_Oc, x_cI, out_OI in parts:
+            torch.mm(y_Oc, x_cI, out=out_OI)
+
+    def _products(self, x_nI: Tensor, weight_eIO: Tensor, out_nO: Tensor | None = None) -> Tensor:
+        if out_nO is None:
+            out_nO = x_nI.new_empty(x_nI.size(0), weight_eIO.size(2))
+        parts = zip(x_nI.split(self.counts), weight_eIO, out_nO.split(self.counts), strict=True)
+        for x_cI, weight_IO, out_cO in parts:
+            torch.mm(x_cI, weight_IO, out=out_cO)
+        return out_nO
 
 
 def _layer_norm(x_nI: Tensor, gain_I: Tensor | None, offset_I: Tensor | None) -> tuple[Tensor, Statistics]:
@@ -215,6 +243,8 @@ def runs(counts: Sequence[int], x_AI: Tensor, num_hidden: int) -> Iterator[Run]:
         yield EqualExperts(len(counts), counts[0])
     elif groups_products(x_AI, num_hidden):
         yield UnequalExperts(counts, x_AI.device)
+    elif shares_small_experts(counts, x_AI, num_hidden):
+        yield SmallExperts(counts, x_AI.device)
     else:
         first = 0
         for expert, count in enumerate(counts):

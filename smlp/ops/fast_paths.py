@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any, TypeVar, cast
@@ -40,6 +40,10 @@ BANDED_SCORES = 2**20
 BANDED_INPUTS = 4096
 #: multiplications of a product from which oneDNN is faster than MKL, on CPUs where it ever is
 ONEDNN_MULTIPLICATIONS = 2**22
+#: experts with tokens from which, and multiplications in a product of one of them up to which, a CPU computes all but
+#: the products of all experts at once
+SMALL_EXPERTS = 4
+SMALL_EXPERT_MULTIPLICATIONS = 2**20
 #: most tokens of an expert at a time, where experts are computed one after the other: intermediate results then stay
 #: in a CPU's cache
 TOKENS_AT_A_TIME = 4096
@@ -266,6 +270,17 @@ def groups_products(x_AI: Tensor, num_hidden: int) -> bool:
     """
     whole_rows = x_AI.size(1) % 8 == 0 and num_hidden % 8 == 0
     return x_AI.is_cuda and x_AI.dtype == torch.bfloat16 and whole_rows and hasattr(F, "grouped_mm")
+
+
+def shares_small_experts(counts: Sequence[int], x_AI: Tensor, num_hidden: int) -> bool:
+    """Return whether a CPU computes norms, activations and sums of all experts at once: where products are so small
+    that the calls would take as long.
+
+    Not with 16 bits, in which such sums would be rounded after each token.
+    """
+    num_busy = sum(count > 0 for count in counts)
+    is_small = x_AI.numel() * num_hidden <= num_busy * SMALL_EXPERT_MULTIPLICATIONS
+    return x_AI.device.type == "cpu" and x_AI.dtype.itemsize >= 4 and num_busy >= SMALL_EXPERTS and is_small
 
 
 def draws_own_masks(x: Tensor) -> bool:

@@ -135,7 +135,33 @@ def test_a_text_shorter_than_an_update_is_timed_over_and_over(tmp_path, monkeypa
     monkeypatch.setattr(speed, "read_fairseq_tokens", lambda path: SimpleNamespace(tokens=np.arange(4, 34)))
     found = speed.time_models(folder, rounds=2)
     assert len(found["models"]["a"]["seconds_per_update"]) == 2 and found["models"]["a"]["tokens_per_update"] == 32
-    assert seen == [4 + place % 30 for place in range(3 * 32)]
+    assert seen == [4 + place % 30 for place in range(3 * speed.UPDATES_IN_TURN * 32)]
+
+
+def test_the_first_update_of_a_turn_is_not_counted(tmp_path, monkeypatch):
+    """It waits for weights that the other models drove out of the cache."""
+
+    class Timed:
+        def __init__(self, name, *_):
+            self.name, self.seconds = name, []
+
+        def update(self, batches):
+            turns.append(self.name)
+            self.seconds.append(9.0 if len(turns) < 2 or turns[-2] != self.name else float(len(self.seconds)))
+
+    turns, folder = [], Folder(tmp_path)
+    models = [{"name": name, "recipe": []} for name in "ab"]
+    folder.experiment.write_text(
+        json.dumps({"batch_size": 2, "tokens_per_sample": 16, "seeds": [1], "models": models})
+    )
+    folder.data.write_text(json.dumps({"data": "data-bin"}))
+    monkeypatch.setattr(speed, "_checkpoint", lambda folder, model, experiment: model["name"])
+    monkeypatch.setattr(speed, "load_pretrained", lambda path: SimpleNamespace(core=path))
+    monkeypatch.setattr(speed, "read_fairseq_tokens", lambda path: SimpleNamespace(tokens=np.arange(4, 34)))
+    monkeypatch.setattr(speed, "TimedUpdates", Timed)
+    found = speed.time_models(folder, rounds=2)["models"]
+    assert "".join(turns) == "aaaabbbb" * 3
+    assert [found[name]["seconds_per_update"] for name in "ab"] == [[6, 10]] * 2
 
 
 def test_updates_of_a_balanced_hash_are_measured_before_there_are_data(planned):

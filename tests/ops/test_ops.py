@@ -18,7 +18,7 @@ from smlp.ops import (
     spatial_projection,
     summed_rows,
 )
-from smlp.ops.expert_runs import EqualExperts, UnequalExperts
+from smlp.ops.expert_runs import EqualExperts, OneExpert, SmallExperts, UnequalExperts, runs
 from smlp.ops.fast_paths import reference_ops, takes_bands
 from smlp.ops.tolerances import SHARE, largest_share
 
@@ -165,7 +165,7 @@ def test_spatial_projection_in_bfloat16():
     assert largest_share(low, want) <= SHARE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("counts", [[3, 3, 3], [4, 0, 5], [0, 9, 0], [9], [1] * 9, [2, 2, 2, 3]])
+@pytest.mark.parametrize("counts", [[3, 3, 3], [4, 0, 5], [0, 9, 0], [9], [1] * 9, [2, 0, 3, 1, 3, 0]])
 @pytest.mark.parametrize("activation", ACTIVATION_FUNCTIONS)
 @pytest.mark.parametrize("with_norm", [True, False])
 def test_expert_feed_forward(counts, activation, with_norm):
@@ -225,6 +225,17 @@ def test_experts_in_batches_as_on_a_gpu(counts, with_norm, monkeypatch):
     monkeypatch.setattr("smlp.ops.feed_forward.runs", batched)
     out = expert_feed_forward(x, counts, norm, *weights)
     assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=SHARE[torch.float32])
+
+
+def test_small_experts_share_a_run_on_a_cpu():
+    """Many small experts are one run, few or large ones a run each, and so are all in 16 bits."""
+
+    def chosen(counts, dtype=torch.float, num_hidden=8):
+        return {type(run) for run in runs(counts, torch.zeros(sum(counts), 8, dtype=dtype), num_hidden)}
+
+    assert chosen([2, 0, 1, 3, 1]) == {SmallExperts}
+    for others in (chosen([3, 0, 1, 3]), chosen([2, 1, 1, 3], torch.bfloat16), chosen([1] * 4, num_hidden=2**18)):
+        assert others == {OneExpert}
 
 
 @pytest.mark.parametrize("activation", ACTIVATION_FUNCTIONS)
