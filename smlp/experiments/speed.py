@@ -106,13 +106,13 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
     places = torch.arange(num_updates * stretch + 1)
     text = tokens[places % len(tokens)].to(device)  # repeats a shorter text
     batches = [
-        [tuple(text[first + shift :][:stretch].view(batch_size, width) for shift in (0, 1))]
+        (text[first : first + stretch], text[first + 1 : first + 1 + stretch])
         for first in range(0, num_updates * stretch, stretch)
     ]
     for first in range(0, num_updates, UPDATES_IN_TURN):
         for model in models.values():
-            for batch in batches[first : first + UPDATES_IN_TURN]:
-                model.update(batch)
+            for source, target in batches[first : first + UPDATES_IN_TURN]:
+                model.update([(source.view(batch_size, width), target.view(batch_size, width))])
     return {
         "models": {
             name: {"seconds_per_update": _of_turns(model.seconds)[1:], "tokens_per_update": batch_size * width}

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import smlp
 from smlp.evaluation.leak import randomise
 from smlp.fairseq_compat.trainer import SparseTrainer
+from smlp.nn.state import DecodingState
 
 pytestmark = pytest.mark.long
 
@@ -21,7 +22,7 @@ SMALL = {"vocab_size": 30, "max_tokens": 12, "embed_dim": 16, "ffn_dim": 32, "nu
 SPARSE = {"num_sparse_layers": 1, "num_experts": 4}
 WHOLE = ["gmlp_lm", "dense_lm", "amlp_mlm", "bert_mlm_rel"]
 IN_PARTS = ["smlp", "smlp_partial", "base_lm", "gmlp_moe"]
-SPARSE_WHOLE = ["smlp", "smlp_partial", "base_lm", "hash_lm", "switch_lm", "gshard_lm"]
+SPARSE_WHOLE = ["smlp", "smlp_partial", "gmlp_moe", "base_lm", "hash_lm", "switch_lm", "gshard_lm"]
 
 
 def model(arch: str, dtype: torch.dtype = torch.double) -> torch.nn.Module:
@@ -86,6 +87,25 @@ def test_one_graph_with_sizes_that_depend_on_values(arch, training):
         found = results(module, compiled, ids)
     for got, expected in zip(found, want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_compiled_models_with_a_decoding_state(dynamic):
+    """The operator of gMLP-MoE's experts sees no state, so a state keeps them outside the graph."""
+    torch._dynamo.reset()
+    module, ids = model("gmlp_moe").eval(), tokens(2, 9, padded=False)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=dynamic), torch.no_grad():
+        compiled, state = torch.compile(module, backend="aot_eager"), DecodingState()
+        parts = [compiled(ids[:, first:last], state).logits for first, last in ((0, 6), (6, 7), (7, 9))]
+        torch.testing.assert_close(torch.cat(parts, dim=1), module(ids).logits, rtol=1e-10, atol=1e-10)
+
+
+def test_operator_of_gated_experts_fits_graphs():
+    experts = model("gmlp_moe").blocks[1].token_moe.experts
+    weights = [value.detach().requires_grad_() for value in experts.parameters()]
+    x = torch.randn(9, 16, dtype=torch.double, requires_grad=True)
+    counts, places = torch.tensor([4, 0, 2, 3]), torch.tensor([[i // 4 % 2, i % 4] for i in range(9)])
+    torch.library.opcheck(torch.ops.smlp.gated_mlps.default, (x, counts, places, 2, weights, "gelu"))
 
 
 @pytest.mark.parametrize("arch", ["gmlp_lm", "smlp"])

@@ -9,7 +9,7 @@ tokens of one sequence at one expert, ``Q`` queries, ``K`` experts of a token, `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,9 @@ class GatedMLPExperts(nn.Module):
         is_toeplitz, average, num_all: of the spatial weights, as in :class:`smlp.nn.layers.SpatialWeights`.
     """
 
+    #: whether they take counts as a tensor, in a graph of ``torch.compile``
+    fits_graphs = True
+
     def __init__(
         self,
         embed_dim: int,
@@ -110,7 +113,7 @@ class GatedMLPExperts(nn.Module):
     def forward(
         self,
         x_AH: Tensor,
-        counts: Sequence[int],
+        counts: Sequence[int] | Tensor,
         place_A2: Tensor,
         num_seqs: int,
         context: ForwardContext,
@@ -120,7 +123,7 @@ class GatedMLPExperts(nn.Module):
 
         Args:
             x_AH: tokens sorted by expert, (A, H).
-            counts: tokens of each expert.
+            counts: tokens of each expert; a tensor (e,) in a graph of ``torch.compile``, which does not know them.
             place_A2: sequence and absolute position of each token, (A, 2).
             num_seqs: S, sequences among which the tokens are, those of other ranks included.
             context: for incremental decoding.
@@ -130,33 +133,22 @@ class GatedMLPExperts(nn.Module):
         Returns:
             (A, H).
         """
+        inner = [self.norm_weight, self.norm_bias, self.w_in, self.b_in, self.gate_norm_weight, self.gate_norm_bias]
+        outer = [self.w_out, self.b_out]
+        if isinstance(counts, Tensor):
+            weights = [*inner, *outer, self.gating.matrices(), self.gating.bias]
+            return torch.ops.smlp.gated_mlps(x_AH, counts, place_A2, num_seqs, weights, self.activation)
         counts = list(counts)
-        gated, keys = [], []
-        # Unbound weights give one stacked gradient in the backward pass instead of one full-size gradient per expert.
-        norms = zip(self.norm_weight.unbind(), self.norm_bias.unbind(), strict=True)
-        inner = zip(self.w_in.unbind(), self.b_in.unbind(), strict=True)
-        gate_norms = zip(self.gate_norm_weight.unbind(), self.gate_norm_bias.unbind(), strict=True)
-        for x, norm, proj_in, gate_norm in zip(x_AH.split(counts), norms, inner, gate_norms, strict=True):
-            x = F.layer_norm(x, x.shape[1:], *norm)
-            z1, z2 = activated_halves(linear(x, *proj_in), self.activation)
-            gated.append(z1)
-            keys.append(F.layer_norm(z2, z2.shape[1:], *gate_norm))
+        gated, keys = _gated(x_AH, counts, inner, self.activation)
         if chosen_NE is not None:  # what is left out adds nothing to the sums over positions
             keys_NEC = torch.stack(keys, dim=1) * chosen_NE.unsqueeze(2)
             gates = self.gating.project(keys_NEC.unflatten(0, (num_seqs, -1))).flatten(0, 1).unbind(1)
-            outer = zip(self.w_out.unbind(), self.b_out.unbind(), strict=True)
-            return torch.cat([linear(z1 * gate, *proj) for z1, gate, proj in zip(gated, gates, outer, strict=True)])
-        places = place_A2.split(counts)
-        seen = list(zip(places, keys, strict=True))
+            return torch.cat([linear(z1 * gate, *proj) for z1, gate, *proj in _each(gated, gates, *outer)])
+        seen = list(zip(place_A2.split(counts), keys, strict=True))
         if context.state is not None:
             seen = self._remember(torch.cat(keys), place_A2, counts, context)
-        outputs = []
-        spatial = zip(self.gating.matrices().unbind(), self.gating.bias.unbind(), strict=True)
-        outer = zip(self.w_out.unbind(), self.b_out.unbind(), strict=True)
-        for z1, place, own, weights, proj_out in zip(gated, places, seen, spatial, outer, strict=True):
-            gate = sparse_spatial_projection(place, *own, *weights, num_seqs)
-            outputs.append(linear(z1 * gate, *proj_out))
-        return torch.cat(outputs)
+        spatial = (self.gating.matrices(), self.gating.bias)
+        return _projected(gated, seen, place_A2.split(counts), num_seqs, *outer, *spatial)
 
     def _remember(
         self, key_AC: Tensor, place_A2: Tensor, counts: list[int], context: ForwardContext
@@ -181,6 +173,93 @@ class GatedMLPExperts(nn.Module):
         return [(place[:, :2], key_BmKC[place[:, 0], place[:, 1], place[:, 2]]) for place in found]
 
 
+def _each(*values: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield what belongs to one expert after the other.
+
+    Unbound weights give one stacked gradient in the backward pass instead of one full-size gradient per expert.
+    """
+    return zip(*(value.unbind() if isinstance(value, Tensor) else value for value in values), strict=True)
+
+
+def _gated(
+    x_AH: Tensor, counts: list[int], weights: Sequence[Tensor], activation: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return each expert's gated halves and normed keys, from the weights of its norm, ``U`` and the gate's norm."""
+    gated, keys = [], []
+    for x, gain, offset, weight, bias, gate_gain, gate_offset in _each(x_AH.split(counts), *weights):
+        x = F.layer_norm(x, x.shape[1:], gain, offset)
+        z1, z2 = activated_halves(linear(x, weight, bias), activation)
+        gated.append(z1)
+        keys.append(F.layer_norm(z2, z2.shape[1:], gate_gain, gate_offset))
+    return gated, keys
+
+
+def _projected(
+    gated: Sequence[Tensor],
+    seen: Sequence[tuple[Tensor, Tensor]],
+    places: Sequence[Tensor],
+    num_seqs: int,
+    *weights: Tensor,
+) -> Tensor:
+    """Return the outputs of all experts, (A, H), from the places and features of each expert's keys (``seen``) and the
+    weights of ``V`` and the spatial projections."""
+    outputs = []
+    for z1, place, (key_place, key), weight, bias, weight_TT, bias_T in _each(gated, places, seen, *weights):
+        gate = sparse_spatial_projection(place, key_place, key, weight_TT, bias_T, num_seqs)
+        outputs.append(linear(z1 * gate, weight, bias))
+    return torch.cat(outputs)
+
+
+# Two operators for graphs of torch.compile, in which the numbers of tokens are not known.
+_NAME = "smlp::gated_mlps"
+_ARGUMENTS = "Tensor x, Tensor counts, Tensor places, SymInt num_seqs, Tensor[] weights, str activation"
+torch.library.define(_NAME, f"({_ARGUMENTS}) -> Tensor")
+torch.library.define(f"{_NAME}_gradients", f"(Tensor grad, {_ARGUMENTS}) -> Tensor[]")
+
+
+def _op(
+    x_AH: Tensor, counts_e: Tensor, place_A2: Tensor, num_seqs: int, weights: Sequence[Tensor], activation: str
+) -> Tensor:
+    counts = counts_e.tolist()
+    gated, keys = _gated(x_AH, counts, weights[:6], activation)
+    places = place_A2.split(counts)
+    return _projected(gated, list(zip(places, keys, strict=True)), places, num_seqs, *weights[6:])
+
+
+def _gradients_op(grad_AH: Tensor, x_AH: Tensor, *rest: Any) -> list[Tensor]:
+    """Return the gradients of tokens and weights; computes the outputs again, to differentiate them."""
+    counts_e, place_A2, num_seqs, weights, activation = rest
+    given = [value.detach().requires_grad_() for value in (x_AH, *weights)]
+    with torch.enable_grad():
+        out_AH = _op(given[0], counts_e, place_A2, num_seqs, given[1:], activation)
+    return list(torch.autograd.grad(out_AH, given, grad_AH, allow_unused=True, materialize_grads=True))
+
+
+def _fake_gradients(grad_AH: Tensor, x_AH: Tensor, *rest: Any) -> list[Tensor]:
+    return [torch.empty_like(value) for value in (x_AH, *rest[-2])]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x_AH, counts_e, place_A2, ctx.num_seqs, weights, ctx.activation = inputs
+    ctx.save_for_backward(x_AH, counts_e, place_A2, *weights)
+
+
+def _backward(ctx: Any, grad_AH: Tensor) -> tuple[Any, ...]:
+    x_AH, counts_e, place_A2, *weights = ctx.saved_tensors
+    given = (x_AH, counts_e, place_A2, ctx.num_seqs, weights, ctx.activation)
+    grad_x_AH, *of_weights = torch.ops.smlp.gated_mlps_gradients(grad_AH, *given)
+    return grad_x_AH, None, None, None, of_weights, None
+
+
+for _name, _function, _fake in (
+    (_NAME, _op, lambda x_AH, *rest: torch.empty_like(x_AH)),
+    (f"{_NAME}_gradients", _gradients_op, _fake_gradients),
+):
+    torch.library.impl(_name, "CompositeExplicitAutograd", _function)
+    torch.library.register_fake(_name, _fake)
+torch.library.register_autograd(_NAME, _backward, setup_context=_keep)
+
+
 class PlacedTokenMoE(TokenMoE):
     """A tMoE whose experts mix the tokens of a sequence and therefore receive the tokens' positions."""
 
@@ -195,6 +274,8 @@ class PlacedTokenMoE(TokenMoE):
                 f"{self.name}: text can be generated token by token only if each rank holds all experts: load "
                 "the model with an expert-parallel size of 1"
             )
+        if context.state is not None:  # the operator in graphs remembers nothing
+            return self._chain_outside_graphs(x_BnH, context)
         return super().forward(x_BnH, context)
 
     def _beside_tokens(self, rows_N: Tensor | None, record: Any, context: ForwardContext) -> tuple[Any, ...]:
