@@ -29,6 +29,11 @@ trap 'rm -f "$KEPT"' EXIT
 "$PYTHON" -m pip list --format=freeze 2>/dev/null |
     grep -E '^(torch|torchvision|torchaudio|triton|pytorch[_-]triton|nvidia[_-][a-z0-9_-]+)==' > "$KEPT"
 echo "packages that must not change: $(tr '\n' ' ' < "$KEPT")"
+# fairseq wants torchaudio, whose newest version does not load beside an older torch; releases of both have one number
+if ! grep -q '^torchaudio==' "$KEPT"; then
+    TORCHAUDIO="$(sed -nE 's/^torch==([0-9]+\.[0-9]+\.[0-9]+)(\+.*)?$/torchaudio<=\1/p' "$KEPT")"
+    [ -z "$TORCHAUDIO" ] || echo "$TORCHAUDIO" >> "$KEPT"
+fi
 "$PYTHON" -m pip install --no-cache-dir --constraint "$KEPT" "$@" "$ROOT${EXTRAS:+[$EXTRAS]}"
 AFTER="$(torch_here)" || fail "torch $BEFORE can no longer be imported"
 [ "$BEFORE" = "$AFTER" ] || fail "the installation has replaced torch $BEFORE by torch $AFTER"

@@ -56,6 +56,30 @@ def test_a_torch_that_is_missing_or_changes_is_an_error(tmp_path, answers, messa
     assert done.stderr.strip().splitlines()[-1].startswith("smlp: error: ") and message in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("listed", "limits"),
+    [
+        ("torch==2.9.1+cu128", ["torch==2.9.1+cu128", "torchaudio<=2.9.1"]),
+        ("torch==2.9.1\ntorchaudio==2.9.0", ["torch==2.9.1", "torchaudio==2.9.0"]),
+        ("torch==2.9.0a0+50eac811a6.nv25.9", ["torch==2.9.0a0+50eac811a6.nv25.9"]),
+    ],
+)
+def test_torchaudio_fits_the_torch_that_is_there(tmp_path, listed, limits):
+    """Its newest version does not load beside an older torch."""
+    python = tmp_path / "python"
+    python.write_text(f"""#!/usr/bin/env bash
+case "$*" in
+*torch.__version__*) echo 2.9.1 12.8 ;;
+"-m pip list"*) printf '%s\\n' '{listed}' ;;
+"-m pip install"*) cat "$6" ;;
+esac
+""")
+    python.chmod(0o755)
+    done = install(python, "")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:-1] == limits
+
+
 def test_both_recipes_install_the_same_extras():
     extras = [
         re.search(r"(?i)^\s*(?:ARG )?extras=(\S+)$", (FOLDER / name).read_text(), re.M)[1].split(",")
