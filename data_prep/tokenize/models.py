@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import struct
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -67,7 +68,41 @@ def train_sentencepiece(
         )
     except RuntimeError as error:
         raise UserError(_explained(" ".join(str(error).split()), vocab_size)) from error
-    return model.getvalue()
+    return with_exact_sums(model.getvalue()) if kind == "unigram" else model.getvalue()
+
+
+def with_exact_sums(model: bytes) -> bytes:
+    """Return a unigram model whose log-probabilities are multiples of 2**-9.
+
+    Their sums are exact in float32 then, so that two orders of the same pieces (``...`` and ``.``) are equally likely
+    in every implementation. Otherwise rounding decides, and Hugging Face's tokenizers round otherwise.
+    """
+    rounded, end = bytearray(model), 0
+    while end < len(model):  # the fields of a ModelProto, all of them messages
+        tag, end = _varint(model, end)
+        length, at = _varint(model, end)
+        end = at + length
+        while tag >> 3 == 1 and at < end:  # a piece: its text, its log-probability, its type
+            tag_within, at = _varint(model, at)
+            if tag_within & 7 == 5:
+                (score,) = struct.unpack_from("<f", model, at)
+                struct.pack_into("<f", rounded, at, round(score * 2**9) / 2**9)
+                at += 4
+            else:
+                value, at = _varint(model, at)
+                at += value if tag_within & 7 == 2 else 0
+    return bytes(rounded)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number that begins at a byte, in groups of seven bits, and where it ends."""
+    value = shift = 0
+    while True:
+        byte, at = data[at], at + 1
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return value, at
 
 
 def _explained(message: str, vocab_size: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from smlp.ops.fast_paths import is_traced
+from smlp.ops.fast_paths import is_traced, needs_fixed_shapes
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class RoutingPlan:
     dropped: dict[str, int] = field(default_factory=dict)
     #: index of each token's assignment in the order above, (N,); None unless every token has exactly one
     place_N: Tensor | None = None
+    #: False at assignments that were dropped and stay for the sake of fixed shapes, (A,); None if there are none
+    kept_A: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -76,6 +78,8 @@ class RoutingPlan:
         # a single queue: first choices of all tokens, then second choices
         token_Q = order_N.repeat(num_choices)
         rank_Q = torch.arange(num_choices, device=choice_NK.device).repeat_interleave(num_tokens)
+        if needs_fixed_shapes() and not (capacity is None and wanted_NK is None):
+            return cls._with_all_choices(choice_NK, num_experts, capacity, wanted_NK, token_Q, rank_Q)
         if wanted_NK is not None:
             kept_Q = wanted_NK[token_Q, rank_Q]
             token_Q, rank_Q = token_Q[kept_Q], rank_Q[kept_Q]
@@ -94,6 +98,29 @@ class RoutingPlan:
         is_whole = capacity is None and wanted_NK is None if is_traced() else token_A.numel() == num_tokens
         place_N = _inverse(token_A) if num_choices == 1 and is_whole else None
         return cls(token_A, expert_A, counts_E, num_tokens, choice_NK, rank_Q[order_A], dropped, place_N)
+
+    @classmethod
+    def _with_all_choices(
+        cls,
+        choice_NK: Tensor,
+        num_experts: int,
+        capacity: int | None,
+        wanted_NK: Tensor | None,
+        token_Q: Tensor,
+        rank_Q: Tensor,
+    ) -> RoutingPlan:
+        """Return the plan of :meth:`from_choices` with the dropped assignments marked instead of left out.
+
+        ``token_Q`` and ``rank_Q`` are the tokens and the choices of the queue, (Q,).
+        """
+        num_tokens, expert_Q = len(choice_NK), choice_NK[token_Q, rank_Q]
+        kept_Q = torch.ones_like(expert_Q, dtype=torch.bool) if wanted_NK is None else wanted_NK[token_Q, rank_Q]
+        if capacity is not None:  # what is not wanted waits in a queue of its own
+            kept_Q = kept_Q & (slots(torch.where(kept_Q, expert_Q, num_experts), num_experts + 1) < capacity)
+        order_A = (expert_Q * num_tokens + token_Q).argsort()
+        token_A, expert_A, rank_A, kept_A = (value[order_A] for value in (token_Q, expert_Q, rank_Q, kept_Q))
+        counts_E = occurrences(torch.where(kept_A, expert_A, num_experts), num_experts)
+        return cls(token_A, expert_A, counts_E, num_tokens, choice_NK, rank_A, kept_A=kept_A)
 
 
 def _sorted_by_expert(expert_N: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ CHARACTERS = [
 
 
 def corpus(count, seed):
-    """Lines of words of syllables, with numbers, signs and, in every tenth, characters from everywhere."""
+    """Lines of words of syllables, with numbers, runs of a sign and, in every tenth, characters from everywhere."""
     syllables = random.Random(0)
     parts = [first + last for first in "bdfghklmnprstvwy" for last in ("a", "e", "i", "on", "ur")]
     words = ["".join(syllables.choices(parts, k=syllables.choice((1, 2, 2, 3)))) for _ in range(2000)]
@@ -52,6 +52,8 @@ def corpus(count, seed):
         chosen = [word.capitalize() if draw.random() < 0.1 else word for word in chosen]
         if number % 10 == 0:
             chosen.insert(draw.randint(0, len(chosen)), "".join(draw.choices(CHARACTERS, k=4)))
+        # runs, which may be two orders of the same pieces
+        chosen.append(draw.choice(("the", "of")) + draw.choice(".-!=0") * draw.randint(1, 9))
         indent, space = draw.choice(("", "", "    ")), draw.choice((" ", " ", "  "))
         lines.append(indent + space.join(chosen))
     return lines

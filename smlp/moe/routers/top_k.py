@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smlp.config import ModelConfig
-from smlp.moe.plan import RoutingPlan, expert_capacity
+from smlp.moe.plan import RoutingPlan, expert_capacity, occurrences
 from smlp.moe.routers.routing import Routing, ScoredRouterKind, TrainedRouter, register_router
 from smlp.ops.assignment import check_no_nan
 from smlp.parallel.spans import ASSIGNMENT, stage
@@ -46,7 +46,7 @@ def load_balance_loss(gate_NE: Tensor, first_choice_N: Tensor) -> Tensor:
     Source: Fedus et al., 2021, equations 4 to 6, without the weight. Dropped tokens count like the others.
     """
     num_tokens, num_experts = gate_NE.shape
-    share_E = torch.bincount(first_choice_N, minlength=num_experts).to(gate_NE.dtype) / max(num_tokens, 1)
+    share_E = occurrences(first_choice_N, num_experts).to(gate_NE.dtype) / max(num_tokens, 1)
     return num_experts * (share_E * gate_NE.sum(dim=0)).sum() / max(num_tokens, 1)
 
 
@@ -69,11 +69,11 @@ def assignment_weights(gate_NE: Tensor, plan: RoutingPlan, normalise: str) -> Te
     if gate_NK.size(1) > 1:
         divisor_NK = gate_NK
         if normalise == "after_drop":
-            divisor_NK = gate_NK * torch.zeros_like(gate_NK).index_put(
-                (plan.token_A, plan.rank_A), gate_NK.new_ones(())
-            )
+            kept_A = gate_NK.new_ones(()) if plan.kept_A is None else plan.kept_A.to(gate_NK.dtype)
+            divisor_NK = gate_NK * torch.zeros_like(gate_NK).index_put((plan.token_A, plan.rank_A), kept_A)
         gate_NK = gate_NK / divisor_NK.sum(dim=1, keepdim=True).clamp_min(torch.finfo(gate_NK.dtype).eps)
-    return gate_NK[plan.token_A, plan.rank_A]
+    weight_A = gate_NK[plan.token_A, plan.rank_A]
+    return weight_A if plan.kept_A is None else weight_A * plan.kept_A
 
 
 @dataclass(frozen=True)

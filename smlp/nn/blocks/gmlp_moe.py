@@ -287,7 +287,8 @@ class PlacedTokenMoE(TokenMoE):
         if needs_fixed_shapes():
             plan = record.plan
             experts = torch.arange(plan.num_experts, device=rows_N.device)
-            chosen_AE = (plan.expert_A.unsqueeze(1) == experts).to(torch.uint8)
+            expert_A = plan.expert_A if plan.kept_A is None else torch.where(plan.kept_A, plan.expert_A, -1)
+            chosen_AE = (expert_A.unsqueeze(1) == experts).to(torch.uint8)
             chosen_NE = chosen_AE.new_zeros(plan.num_tokens, plan.num_experts).index_add(0, plan.token_A, chosen_AE)
             return place_N2, context.num_seqs, context, chosen_NE
         return (*self.dispatcher.dispatch_places(place_N2, context.num_seqs, record), context)
