@@ -44,6 +44,10 @@ class LazyTensor(ABC):
     def read(self, start: int, stop: int) -> Tensor:
         """Return elements ``start`` to ``stop`` of the flattened tensor, (stop - start,)."""
 
+    def runs(self, start: int, stop: int) -> Iterator[tuple[LazyTensor, int, int]]:
+        """Yield where elements ``start`` to ``stop`` lie: a tensor, the first element there and their number."""
+        yield self, start, stop - start
+
     def pieces(self) -> Iterator[Tensor]:
         """Yield all elements in order, in pieces (n,) of at most ``PIECE_BYTES``."""
         step = PIECE_BYTES // self.dtype.itemsize
@@ -157,21 +161,36 @@ class SplicedTensor(LazyTensor):
 
     def __init__(self, shape: Sequence[int], runs: Iterable[tuple[LazyTensor, int, int]]) -> None:
         self.shape = tuple(shape)
-        self._runs = list(runs)
+        self._runs: list[tuple[LazyTensor, int, int]] = []
+        for source, first, length in runs:
+            if self._runs and self._runs[-1][0] is source and sum(self._runs[-1][1:]) == first:
+                first, length = self._runs[-1][1], self._runs.pop()[2] + length
+            self._runs.append((source, first, length))
         self._ends = list(itertools.accumulate(length for _, _, length in self._runs))
         self.dtype = self._runs[0][0].dtype
         assert all(source.dtype == self.dtype for source, _, _ in self._runs) and self._ends[-1] == self.numel
 
-    def read(self, start: int, stop: int) -> Tensor:
-        elements = torch.empty(stop - start, dtype=self.dtype)
+    def runs(self, start: int, stop: int) -> Iterator[tuple[LazyTensor, int, int]]:
         for number in range(bisect.bisect_right(self._ends, start), len(self._runs)):
             source, first, length = self._runs[number]
             begin = self._ends[number] - length
             if begin >= stop:
                 break
             low, high = max(start, begin), min(stop, begin + length)
-            elements[low - start : high - start] = source.read(first + low - begin, first + high - begin)
+            yield source, first + low - begin, high - low
+
+    def read(self, start: int, stop: int) -> Tensor:
+        elements, done = torch.empty(stop - start, dtype=self.dtype), 0
+        for source, first, length in self.runs(start, stop):
+            elements[done : done + length] = source.read(first, first + length)
+            done += length
         return elements
+
+    def mapped(self) -> Tensor:
+        source, first, _ = self._runs[0]
+        if len(self._runs) > 1 or not isinstance(source, StoredTensor):
+            return self.load()
+        return replace(source, offset=source.offset + first * source.dtype.itemsize, shape=self.shape).mapped()
 
 
 class ComputedTensor(LazyTensor):
@@ -211,11 +230,10 @@ def rows_of(source: LazyTensor, rows: Sequence[int]) -> SplicedTensor:
 
 
 def row_range(source: LazyTensor, rows: range) -> LazyTensor:
-    """Return consecutive rows of a tensor, which stay in the file if the tensor is there."""
-    if not isinstance(source, StoredTensor):
-        return rows_of(source, rows)
-    row_bytes = source.num_bytes // source.shape[0]
-    return replace(source, offset=source.offset + rows.start * row_bytes, shape=(len(rows), *source.shape[1:]))
+    """Return consecutive rows of a tensor, which can stay in the file if they lie there one after the other."""
+    shape = (len(rows), *source.shape[1:])
+    length = math.prod(shape[1:])
+    return SplicedTensor(shape, source.runs(rows.start * length, rows.stop * length))
 
 
 def joined_rows(places: Sequence[tuple[LazyTensor, int]]) -> SplicedTensor:

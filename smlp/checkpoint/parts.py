@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -145,6 +145,9 @@ class ExpertRows(LazyTensor):
 
     def read(self, start: int, stop: int) -> Tensor:
         return self._all.read(start, stop)
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[LazyTensor, int, int]]:
+        return self._all.runs(start, stop)
 
     @functools.cached_property
     def _all(self) -> LazyTensor:

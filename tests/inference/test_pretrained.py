@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,15 +84,29 @@ def test_a_symbol_stands_once_in_a_dictionary(tmp_path):
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("kind", ["whole", "parts"])
-def test_a_rank_reads_its_own_experts(kind, mapped, request):
-    path, layout = request.getfixturevalue(kind), ExpertLayout(4, world_size=2, rank=1)
+@pytest.mark.parametrize(("kind", "num_ranks"), [("whole", 2), ("parts", 2), ("parts", 4)])
+def test_a_rank_reads_its_own_experts(kind, num_ranks, mapped, request):
+    """They stay in the file if they lie in one, as those of a part do."""
+    path, layout = request.getfixturevalue(kind), ExpertLayout(4, world_size=num_ranks, rank=1)
     core = load_pretrained(path).core
     alone = LocalGroup()
     own = load_pretrained(path, mapped=mapped, ranks_for=lambda config: Ranks(layout, alone, alone, alone)).core
     names = [name for name, _, _ in expert_parameters(core)]
     want, found = cut_state(core.state_dict(), names, layout), own.state_dict()
     assert names and all(torch.equal(found[name], tensor) for name, tensor in want.items())
+    stay = set(found) - (set(names) if (kind, num_ranks) == ("parts", 2) else set())
+    in_file = {name for name, tensor in found.items() if mapped_file(tensor).startswith(str(path.parent))}
+    assert in_file == (stay if mapped else set())
+
+
+def mapped_file(tensor):
+    """The file in which the tensor's memory lies, or an empty text."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            found = line.split(maxsplit=5)[5:]
+            return found[0] if found and found[0].startswith("/") else ""
+    return ""
 
 
 def test_dictionary_with_the_data_or_by_name(checkpoint, tmp_path):
