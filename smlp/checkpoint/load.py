@@ -45,7 +45,8 @@ def _find_files(
     found = (folder / DICTIONARY for folder in folders if (folder / DICTIONARY).is_file())
     dictionary = dictionary or next(found, None)
     if dictionary is None:
-        raise UserError(f"no {DICTIONARY} beside {checkpoint.path} or in {data}: name it with --dict")
+        places = f"beside {checkpoint.path}" + (f" or in {data}" if data else "")
+        raise UserError(f"no {DICTIONARY} {places}: name it with --dict")
     tokenizer = tokenizer or find_tokenizer([Path(dictionary).parent, *folders])
     return Path(dictionary), tokenizer and Path(tokenizer)
 

@@ -142,7 +142,7 @@ def test_an_encoder_fills_masks_and_comes_back(tmp_path, capsys):
 
 
 def test_training_goes_on_from_a_folder(tiny_data, run_fairseq_many, tmp_path):
-    """An update at a learning rate of almost 0 leaves the weights of the folder."""
+    """An update at a learning rate of almost 0 leaves the weights of the folder, fine-tuned or resumed."""
     words = [line.split()[0] for line in (tiny_data / "dict.txt").read_text().splitlines()]
     path, decoder = write_checkpoint(tmp_path / "ours", words, "switch_lm_tiny", 32, num_heads=2)
     back = tmp_path / "back" / "checkpoint.pt"
@@ -152,15 +152,18 @@ def test_training_goes_on_from_a_folder(tiny_data, run_fairseq_many, tmp_path):
         *(tiny_data, "--user-dir", USER_DIR, "--task", "language_modeling", "--arch", "switch_lm_tiny"),
         *(word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", size)),
         *("--tokens-per-sample", 32, "--batch-size", 4, "--optimizer", "adam", "--lr", 1e-20, "--max-update", 1),
-        *("--finetune-from-model", back, "--save-dir", tmp_path / "run", "--num-workers", 0),
+        *("--num-workers", 0),
     ]
-    (run,) = run_fairseq_many([{"tool": "train", "args": args}])
-    assert run.rc == 0, run
-    trained = open_checkpoint(tmp_path / "run" / "checkpoint_last.pt")
-    assert trained.num_updates == 1
-    found = smlp.load_pretrained(tmp_path / "run" / "checkpoint_last.pt").core.state_dict()
-    for name, value in decoder.state_dict().items():
-        torch.testing.assert_close(found[name], value, msg=name)
+    resets = [f"--reset-{what}" for what in ("optimizer", "dataloader", "meters", "lr-scheduler")]
+    starts = {"tuned": ["--finetune-from-model", back], "resumed": ["--restore-file", back, *resets]}
+    runs = [{"tool": "train", "args": [*args, *how, "--save-dir", tmp_path / name]} for name, how in starts.items()]
+    for name, run in zip(starts, run_fairseq_many(runs), strict=True):
+        assert run.rc == 0, run
+        last = tmp_path / name / "checkpoint_last.pt"
+        assert open_checkpoint(last).num_updates == 1
+        found = smlp.load_pretrained(last).core.state_dict()
+        for weight, value in decoder.state_dict().items():
+            torch.testing.assert_close(found[weight], value, msg=weight)
 
 
 def test_a_model_is_fine_tuned_by_the_trainer_and_comes_back(tmp_path):
