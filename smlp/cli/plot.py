@@ -97,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
     choice = Choice(_numbers("layers", args.layers), _numbers("experts", args.experts))
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise UserError(f"--out {args.out} is a file: name a folder for the pictures")
-    check_outputs(json=args.json)
+    is_beside = args.json is not None and Path(args.json).resolve().parent == Path(args.out).resolve()
+    if not is_beside or Path(args.out).exists():  # otherwise the folder is made with the pictures
+        check_outputs(json=args.json)
     for option, value in (("--subset", args.gen_subset), ("--limit-tokens", args.limit_tokens)):
         if value is not None and args.data is None:
             raise UserError(
