@@ -151,9 +151,7 @@ def test_the_first_update_of_a_turn_is_not_counted(tmp_path, monkeypatch):
 
     turns, folder = [], Folder(tmp_path)
     models = [{"name": name, "recipe": []} for name in "ab"]
-    folder.experiment.write_text(
-        json.dumps({"batch_size": 2, "tokens_per_sample": 16, "seeds": [1], "models": models})
-    )
+    folder.experiment.write_text(json.dumps({"batch_size": 2, "tokens_per_sample": 16, "seeds": [1], "models": models}))
     folder.data.write_text(json.dumps({"data": "data-bin"}))
     monkeypatch.setattr(speed, "_checkpoint", lambda folder, model, experiment: model["name"])
     monkeypatch.setattr(speed, "load_pretrained", lambda path: SimpleNamespace(core=path))
