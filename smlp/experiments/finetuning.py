@@ -221,6 +221,9 @@ def read_data(path: Path, metric: str | None = None) -> TaskData:
     if "train" not in splits or not subsets:
         raise UserError(f"{path} has no {'train' if 'train' not in splits else 'valid'} split")
     rows = {name: facts["questions" if is_squad else "rows"] for name, facts in splits.items()}
+    empty = next((name for name, number in rows.items() if number < 1), None)
+    if empty is not None:
+        raise UserError(f"{file} is damaged: the split {empty} has {rows[empty]} {'questions' if is_squad else 'rows'}")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if is_squad:
         if metric is not None:
