@@ -182,13 +182,20 @@ def main() -> None:
     parser.add_argument("--to", required=True, type=Path, metavar="DIR", help="folder for tables and figure")
     parser.add_argument("--predict", type=float, metavar="TOKENS", help="also fit a line, and read it at TOKENS")
     args = parser.parse_args()
+    if args.predict is not None and not 0 < args.predict < math.inf:
+        raise UserError(f"--predict must be a positive number of tokens, got {args.predict}")
+    if args.to.exists() and not args.to.is_dir():
+        raise UserError(f"--to {args.to} is a file: name a folder for tables and figure")
     experiments = in_order(args.folders)
     names = names_of(experiments, args.baseline)
+    if not any(measured(experiment, args.baseline, args.baseline)[0] for experiment in experiments):
+        folders = ", ".join(str(experiment.folder) for experiment in experiments)
+        raise UserError(f"--baseline {args.baseline}: no run of it has finished in {folders}")
     args.to.mkdir(parents=True, exist_ok=True)
     table = write_table(experiments, names, args.baseline, args.to)
     draw(experiments, names, args.baseline, args.to)
     print(table)
-    if args.predict:
+    if args.predict is not None:
         rows = [row for name in names[1:] if (row := fitted(experiments, name, args.baseline, args.predict))]
         head = f"| model | runs | for ten times the tokens | at {args.predict:.3g} tokens |"
         print("\n".join(["", head, "|---|---:|---:|---:|", *rows]))
