@@ -149,6 +149,8 @@ def _as_text(sentence: str, model: LanguageModel | MaskedLanguageModel) -> SeenT
     parts, most = [part.strip() for part in sentence.split(SEPARATOR)], model.core.config.max_tokens
     if not all(parts):
         raise UserError(f"--text {sentence!r}: a text is empty")
+    if len(parts) > 2:
+        raise UserError(f"--text {sentence[:60]!r}: {len(parts)} texts, but models read at most two together")
     if isinstance(model, MaskedLanguageModel):
         ids = model.tokenize(*parts)
     else:

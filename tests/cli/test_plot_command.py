@@ -217,6 +217,7 @@ REFUSED = {
     ),
     "a long text": ("amlp_mlm_tiny", ["--text", "w1 " * 11], "of 13 tokens is longer than the model's context of 12"),
     "half a pair": ("amlp_mlm_tiny", ["--text", "w1 |||"], "--text 'w1 |||': a text is empty"),
+    "three texts": ("amlp_mlm_tiny", ["--text", "w1 ||| w2 ||| w1"], "3 texts, but models read at most two together"),
     "a file in the way": ("smlp_tiny", ["--out", "{data}/dict.txt"], "dict.txt is a file: name a folder"),
 }
 
