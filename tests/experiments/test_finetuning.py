@@ -183,7 +183,7 @@ def test_bad_files_are_one_sentence(asked, tmp_path):
     assert "was made with another sentencepiece.model" in refused()
     manifest["splits"]["train"]["rows"] = 0
     (tmp_path / "sst" / "manifest.json").write_text(json.dumps(manifest))
-    assert "manifest.json is damaged: the split train has 0 rows" in refused()
+    assert "manifest.json is damaged: splits.train.rows must be at least 1, got 0" in refused()
     (tmp_path / "sst" / "manifest.json").write_text("{")
     assert "is damaged" in refused()
     data = write_data(tmp_path / "words", task="CoLA", classes=("no", "yes"))
