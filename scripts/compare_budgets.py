@@ -24,7 +24,7 @@ from smlp.experiments.report.draw_curves import styles
 from smlp.experiments.report.quality import AFTER_PREFIX, difference, perplexity
 from smlp.experiments.report.results import Model, Results, read_results
 from smlp.experiments.report.table import Cell, Estimate, t_quantile
-from smlp.plots.drawing import FORMATS, new_figure, save
+from smlp.plots.drawing import FORMATS, legend, new_figure, save
 
 #: models are drawn side by side, each at this many times the tokens of the one before, or intervals would overlap
 _ASIDE = 1.02
@@ -148,7 +148,14 @@ def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, ou
     figure = new_figure(7.5, 4.6, f"Perplexity against {baseline}'s after each budget: lower is better")
     axes = figure.subplots()
     axes.axhline(0, color="0.3", linewidth=1)
-    axes.annotate(baseline, (tokens_of(experiments[-1]), 0), xytext=(0, -10), textcoords="offset points", fontsize=8)
+    axes.annotate(
+        baseline,
+        (tokens_of(experiments[-1]), 0),
+        xytext=(0, -10),
+        textcoords="offset points",
+        fontsize=8,
+        parse_math=False,
+    )
     for number, name in enumerate(names[1:]):
         aside = _ASIDE ** (number - (len(names) - 2) / 2)
         points = []
@@ -167,9 +174,9 @@ def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, ou
     axes.set_xticks(ticks, [f"{tokens / 1e6:.2g} M" for tokens in ticks])
     axes.minorticks_off()
     axes.set_xlabel("tokens of training")
-    axes.set_ylabel(f"perplexity above {baseline}'s (%)")
+    axes.set_ylabel(f"perplexity above {baseline}'s (%)", parse_math=False)
     axes.grid(alpha=0.3, linewidth=0.6)
-    axes.legend(fontsize=8)
+    legend(axes, fontsize=8)
     for ending in FORMATS:
         save(figure, out / f"budgets.{ending}")
 

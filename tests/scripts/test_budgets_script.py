@@ -109,3 +109,9 @@ def test_folders_without_a_finished_run_are_refused(run, tmp_path):
     with pytest.raises(smlp.UserError, match=f"--baseline gMLP: no run of it has finished in {folder}"):
         run(folder)
     assert not (tmp_path / "out").exists()
+
+
+def test_names_may_hold_dollar_signs(run, tmp_path, monkeypatch):
+    models = {"$\\frac$": MODELS["gMLP"], "$^$": MODELS["sMLP"]}
+    monkeypatch.setattr("experiment_folder.MODELS", models)
+    assert len(run(write_experiment(tmp_path / "one", models), baseline="$\\frac$")) == 2
