@@ -13,7 +13,7 @@ from smlp.moe.routers import Routing
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 
 
-def unmasked_projection(x, weight, bias, start=0, gate=None):
+def unmasked_projection(x, weight, bias, start=0, gate=None, is_lower=False):
     """A spatial projection that sees later positions too."""
     n = x.size(1)
     out = torch.einsum("hts,bshc->bthc", weight[:, :n, :n], x) + bias[:, :n].t().unsqueeze(2)
