@@ -24,7 +24,7 @@ from smlp.experiments.report.draw_curves import styles
 from smlp.experiments.report.quality import AFTER_PREFIX, difference, perplexity
 from smlp.experiments.report.results import Model, Results, read_results
 from smlp.experiments.report.table import Cell, Estimate, t_quantile
-from smlp.plots.drawing import FORMATS, new_figure, save
+from smlp.plots.drawing import FORMATS, legend, new_figure, save
 
 #: models are drawn side by side, each at this many times the tokens of the one before, or intervals would overlap
 _ASIDE = 1.02
@@ -148,7 +148,14 @@ def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, ou
     figure = new_figure(7.5, 4.6, f"Perplexity against {baseline}'s after each budget: lower is better")
     axes = figure.subplots()
     axes.axhline(0, color="0.3", linewidth=1)
-    axes.annotate(baseline, (tokens_of(experiments[-1]), 0), xytext=(0, -10), textcoords="offset points", fontsize=8)
+    axes.annotate(
+        baseline,
+        (tokens_of(experiments[-1]), 0),
+        xytext=(0, -10),
+        textcoords="offset points",
+        fontsize=8,
+        parse_math=False,
+    )
     for number, name in enumerate(names[1:]):
         aside = _ASIDE ** (number - (len(names) - 2) / 2)
         points = []
@@ -167,9 +174,9 @@ def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, ou
     axes.set_xticks(ticks, [f"{tokens / 1e6:.2g} M" for tokens in ticks])
     axes.minorticks_off()
     axes.set_xlabel("tokens of training")
-    axes.set_ylabel(f"perplexity above {baseline}'s (%)")
+    axes.set_ylabel(f"perplexity above {baseline}'s (%)", parse_math=False)
     axes.grid(alpha=0.3, linewidth=0.6)
-    axes.legend(fontsize=8)
+    legend(axes, fontsize=8)
     for ending in FORMATS:
         save(figure, out / f"budgets.{ending}")
 
@@ -182,13 +189,20 @@ def main() -> None:
     parser.add_argument("--to", required=True, type=Path, metavar="DIR", help="folder for tables and figure")
     parser.add_argument("--predict", type=float, metavar="TOKENS", help="also fit a line, and read it at TOKENS")
     args = parser.parse_args()
+    if args.predict is not None and not 0 < args.predict < math.inf:
+        raise UserError(f"--predict must be a positive number of tokens, got {args.predict}")
+    if args.to.exists() and not args.to.is_dir():
+        raise UserError(f"--to {args.to} is a file: name a folder for tables and figure")
     experiments = in_order(args.folders)
     names = names_of(experiments, args.baseline)
+    if not any(measured(experiment, args.baseline, args.baseline)[0] for experiment in experiments):
+        folders = ", ".join(str(experiment.folder) for experiment in experiments)
+        raise UserError(f"--baseline {args.baseline}: no run of it has finished in {folders}")
     args.to.mkdir(parents=True, exist_ok=True)
     table = write_table(experiments, names, args.baseline, args.to)
     draw(experiments, names, args.baseline, args.to)
     print(table)
-    if args.predict:
+    if args.predict is not None:
         rows = [row for name in names[1:] if (row := fitted(experiments, name, args.baseline, args.predict))]
         head = f"| model | runs | for ten times the tokens | at {args.predict:.3g} tokens |"
         print("\n".join(["", head, "|---|---:|---:|---:|", *rows]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from data_prep.text_files import read_text
 from smlp.errors import UserError
+from smlp.files import number_of
 from smlp.text.tokenizer_files import MASK, SPECIAL_SYMBOLS
 
 TRAIN, VALID, TEST = "train", "valid", "test"
@@ -191,10 +192,7 @@ def _check_label(value: str, task: GlueTask, place: str) -> None:
             raise UserError(f"{place}: {value!r} cannot be a label")
     else:
         low, high = task.score_range
-        try:
-            is_score = math.isfinite(float(value)) and low <= float(value) <= high
-        except ValueError:
-            is_score = False
-        if not is_score:
+        number = number_of(value)
+        if not (math.isfinite(number) and low <= number <= high):
             bounds = f" from {low:g} to {high:g}" if math.isfinite(high) else ""
             raise UserError(f"{place}: the score is {value!r:.80}, not a number{bounds}")

@@ -319,7 +319,15 @@ def _all_checks(device: Any, folder: Path) -> Iterator[Check]:
         yield _agreed(name, lambda dtype=dtype: check_uneven_splits(device, dtype))
     for arch in (*ARCHS, *PRESETS.added()):
         yield _agreed(f"experts of {arch}", lambda arch=arch: check_layout(arch, device, TIMEOUT))
-    yield _agreed("checkpoint", lambda: check_checkpoint(folder, device, TIMEOUT))
+    seen = _agreed("checkpoint", lambda: _seen(folder))
+    yield seen if seen.status == PROBLEM else _agreed("checkpoint", lambda: check_checkpoint(folder, device, TIMEOUT))
+
+
+def _seen(folder: Path) -> str:
+    """Refuse a folder that is not there; nothing makes it, and nothing would remove it."""
+    if not folder.is_dir():
+        raise UserError(f"--dir {folder} is not a folder: name one on a disk that all nodes share")
+    return str(folder)
 
 
 def _agreed(name: str, check: Callable[[], str]) -> Check:

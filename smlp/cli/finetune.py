@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smlp.cli.numbers import MOST_PROCESSES, MOST_SEED, MOST_SIZE, real, whole
+from smlp.cli.numbers import MOST_PROCESSES, MOST_SIZE, real, whole
 from smlp.errors import UserError
 
 if TYPE_CHECKING:
@@ -105,9 +105,12 @@ def plan_of(args: argparse.Namespace) -> Finetuning:
     """
     from smlp.experiments.finetuning import GLUE_METRICS, Finetuning, read_data, read_encoder
     from smlp.fairseq_compat.command_line import training_configuration
+    from smlp.fairseq_compat.limits import MOST_SEED
 
     if args.metric is not None and args.metric not in GLUE_METRICS:
         raise UserError(f"--metric {args.metric!r} is not one of {', '.join(GLUE_METRICS)}")
+    if args.out.exists() and not args.out.is_dir():
+        raise UserError(f"--out {args.out} is a file: name a folder for runs and results")
     words = _train_options(args.train_options)
     data = read_data(args.data, args.metric)
     encoder = read_encoder(args.checkpoint, data, "--other-dictionary" in words)

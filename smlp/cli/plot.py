@@ -97,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
     choice = Choice(_numbers("layers", args.layers), _numbers("experts", args.experts))
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise UserError(f"--out {args.out} is a file: name a folder for the pictures")
-    check_outputs(json=args.json)
+    is_beside = args.json is not None and Path(args.json).resolve().parent == Path(args.out).resolve()
+    if not is_beside or Path(args.out).exists():  # otherwise the folder is made with the pictures
+        check_outputs(json=args.json)
     for option, value in (("--subset", args.gen_subset), ("--limit-tokens", args.limit_tokens)):
         if value is not None and args.data is None:
             raise UserError(
@@ -147,6 +149,8 @@ def _as_text(sentence: str, model: LanguageModel | MaskedLanguageModel) -> SeenT
     parts, most = [part.strip() for part in sentence.split(SEPARATOR)], model.core.config.max_tokens
     if not all(parts):
         raise UserError(f"--text {sentence!r}: a text is empty")
+    if len(parts) > 2:
+        raise UserError(f"--text {sentence[:60]!r}: {len(parts)} texts, but models read at most two together")
     if isinstance(model, MaskedLanguageModel):
         ids = model.tokenize(*parts)
     else:

@@ -48,7 +48,8 @@ def register(table: Registry[Any], name: str, base: type[ModelPart]) -> Callable
     """Return a class decorator that checks a subclass of ``base`` and enters an instance of it into a table.
 
     Raises:
-        UserError: the name is taken, the class lacks an abstract method, or its settings cannot be used.
+        UserError: the name is taken, the class lacks an abstract method, a method takes other arguments than that of
+            ``base``, or its settings cannot be used.
     """
 
     def enter(kind: _K) -> _K:
@@ -60,11 +61,32 @@ def register(table: Registry[Any], name: str, base: type[ModelPart]) -> Callable
         if kind.settings is not None:
             _check_settings(table, name, kind.settings, what)
         part = kind()
+        for like in (each for each in kind.__mro__[1:] if issubclass(each, ModelPart)):
+            for method, function in vars(like).items():
+                if inspect.isfunction(function) and not method.startswith("_"):
+                    problem = call_problem(getattr(part, method), *list(inspect.signature(function).parameters)[1:])
+                    if problem is not None:
+                        raise UserError(f"{what}: {method}() {problem}")
         part.name = name  # type: ignore[misc]  # a class may be registered several times
         table.add(name, part, _origin_of(kind))
         return kind
 
     return enter
+
+
+def call_problem(function: Any, *names: str) -> str | None:
+    """Return why a function cannot be called with these arguments, in order, as the end of a sentence; None if it can.
+
+    A module is asked for its ``forward``.
+    """
+    function = getattr(function, "forward", function)
+    if getattr(function, "__name__", "") == "_forward_unimplemented":  # torch's, which takes anything and fails
+        return "has no forward()"
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        return f"cannot be called with ({', '.join(names)}): {error}"
+    return None
 
 
 def register_architecture(name: str, like: str | None = None, **settings: Any) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from smlp.config.registration import call_problem
 from smlp.errors import NaNError, UserError
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
@@ -144,11 +145,26 @@ def _largest_change(
         same, total = _same_experts(reference_context, context, tokens, position)
         moved, compared = moved + total - same, compared + total
     expected = mode == "training" and any(
-        module.router.looks_ahead() for module in decoder.modules() if isinstance(module, TokenMoE)
+        [_looks_ahead(module) for module in decoder.modules() if isinstance(module, TokenMoE)]
     )
     return LeakReport(
         mode, dtype, largest, float(reference.abs().max()), where, moved / compared if compared else 0.0, expected
     )
+
+
+def _looks_ahead(layer: TokenMoE) -> bool:
+    """Ask the router of a layer, which may be that of a plug-in.
+
+    Raises:
+        UserError: it has no such method, or does not answer with yes or no.
+    """
+    method = getattr(layer.router, "looks_ahead", None)
+    problem = call_problem(method)
+    answer = None if problem is not None else method()
+    if not isinstance(answer, bool):
+        what = f"{layer.name}: looks_ahead() of {type(layer.router).__name__}"
+        raise UserError(f"{what} {problem or f'returned {answer!r:.40}, not True or False'}")
+    return answer
 
 
 @torch.no_grad()

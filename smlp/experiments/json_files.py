@@ -44,6 +44,11 @@ class Finite:
 
 
 @dataclass(frozen=True)
+class Count:
+    """A whole number of at least 1."""
+
+
+@dataclass(frozen=True)
 class FolderName:
     """The name of a folder, not its path."""
 
@@ -59,10 +64,11 @@ _MODEL = {
         "recipe": Maybe([str]),
     },
 }
+_COUNTS = ("updates", "tokens_per_update", "tokens_per_sample")
 EXPERIMENT = {
-    **{"models": [_MODEL, 1], "seeds": [int, 1], "updates": int, "tokens_per_update": int, "tokens_per_sample": int},
+    **{"models": [_MODEL, 1], "seeds": [int, 1], **dict.fromkeys(_COUNTS, Count())},
     **{"name": Maybe(str), "title": Maybe(str), "max_spread": Maybe(Finite()), "log_interval": Maybe(int)},
-    **{"evaluation_subsets": Maybe([str]), "targets": Maybe([Finite()])},
+    **{"evaluation_subsets": Maybe([FolderName(), 1]), "targets": Maybe([Finite(above=0)])},
 }
 RUN = {
     **{"state": str, "message": Maybe(str), "peak_memory_mib": Maybe(Finite()), "made_with": Maybe(dict)},
@@ -97,6 +103,8 @@ def wrong(value: Any, shape: Any, name: str = "") -> str:
         if problem or value <= shape.above:
             return problem or f"{name} must be above {shape.above:g}, got {value}"
         return "" if value >= shape.least else f"{name} must be at least {shape.least:g}, got {value}"
+    if isinstance(shape, Count):
+        return wrong(value, int, name) or ("" if value >= 1 else f"{name} must be at least 1, got {value}")
     if isinstance(shape, FolderName):
         try:
             plain_name(value, name)

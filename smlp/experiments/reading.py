@@ -24,6 +24,8 @@ from smlp.experiments.spec import (
     name_of,
 )
 from smlp.experiments.yaml_file import Section, read_yaml, shown
+from smlp.fairseq_compat.limits import MOST_SEED
+from smlp.files import plain_name
 
 #: options of fairseq-train that `smlp compare` sets, and the setting of the file that determines each
 RESERVED = {
@@ -43,10 +45,9 @@ RESERVED = {
     "no_last_checkpoints": "nothing", "no_save_optimizer_state": "nothing", "patience": "tokens or updates",
     "stop_time_hours": "tokens or updates", "stop_min_lr": "tokens or updates", "add_bos_token": "nothing",
     "sample_break_mode": "nothing", "reset_optimizer": "nothing", "reset_dataloader": "nothing",
-    "reset_meters": "nothing", "reset_lr_scheduler": "nothing",
+    "reset_meters": "nothing", "reset_lr_scheduler": "nothing", "help": "nothing",
 }  # fmt: skip
 WHERE = ("local", "slurm")
-MOST_SEED = 2**32 - 1
 TEXT_SOURCES = ("python",)
 _MOST_NAME = 150  # most characters of a model's name, which becomes part of file names
 _MOST_RUNS = 5000  # limit of models times seeds, or models times grid values
@@ -123,6 +124,7 @@ def _experiment(path: Path, settings: dict[str, Any]) -> Experiment:
         raise top.error("log_interval", f"is {experiment.log_interval}, more than the {updates} updates of a run")
     _check_tasks(experiment)
     _check_numbers(experiment)
+    _check_overlap(experiment)
     _check_warmup(experiment)
     _check_rates(experiment)
     top.take("tune")
@@ -160,16 +162,31 @@ def _check_numbers(experiment: Experiment) -> None:
         )
 
 
+def _check_overlap(experiment: Experiment) -> None:
+    """Refuse an option beside a model's settings that the recipe or the grid sets too, and thereby overrides."""
+    grid = {experiment.tuning.option: experiment.tuning.values} if experiment.tuning else {}
+    for model in experiment.models:
+        for where, settings in (("recipe", experiment.recipe), ("its recipe", model.recipe), ("tune", grid)):
+            for name in model.overrides.keys() & settings.keys():
+                raise UserError(
+                    f"{experiment.path}: models.{model.name}.{name} would have no effect, because {where} sets it too: "
+                    f"put it into models.{model.name}.recipe"
+                )
+
+
 def _check_warmup(experiment: Experiment) -> None:
     """Check that runs are longer than their warm-up: fairseq's cosine schedule divides by the difference."""
-    budgets = [experiment.updates] + ([experiment.tuning.updates] if experiment.tuning else [])
+    tuned = experiment.tuning
+    budgets = [experiment.updates] + ([tuned.updates] if tuned else [])
     for recipe in (experiment.recipe, *(model.recipe for model in experiment.models)):
         given = {**experiment.recipe, **recipe}
-        warmup = Section("recipe", given, experiment.path).count("warmup_updates", 0, least=0)
+        tried = tuned.values if tuned and tuned.option == "warmup_updates" else [given.get("warmup_updates") or 0]
+        section = Section("recipe", given, experiment.path)
+        warmup = max(section.as_count("warmup_updates", value, least=0) for value in tried)
         if given.get("lr_scheduler") == "cosine" and warmup >= min(budgets):
             raise UserError(
                 f"{experiment.path}: recipe.warmup_updates is {warmup}, and a run has {min(budgets)} updates"
-                f"{' (tune)' if experiment.tuning and experiment.tuning.updates == min(budgets) else ''}: "
+                f"{' (tune)' if tuned and tuned.updates == min(budgets) else ''}: "
                 "the cosine schedule needs more updates than its warm-up"
             )
 
@@ -295,9 +312,12 @@ def _evaluation(section: Section, updates: int) -> EvaluationPlan:
     if not folder and (has_tasks or options):
         given = ", ".join([*(["tasks"] if has_tasks else []), *options])
         raise zeroshot.error("data", f"(the folder of the tasks) is missing, but {given} is given")
+    subsets = [plain_name(str(name), section.full("subsets")) for name in section.values("subsets", ["valid"])]
+    if not subsets or len(set(subsets)) < len(subsets):
+        raise section.error("subsets", f"must be different names, got {shown(subsets)}")
     found = EvaluationPlan(
         validations=section.count("validations", min(8, updates)),
-        subsets=tuple(str(name) for name in section.values("subsets", ["valid"])),
+        subsets=tuple(subsets),
         targets=tuple(section.as_number("targets", value) for value in section.values("targets")),
         zeroshot_data=Path(folder) if folder else None,
         zeroshot_tasks=tasks,
@@ -377,5 +397,5 @@ def _seeds(section: Section) -> tuple[int, ...]:
 
 def _seed(section: Section, key: str, seed: int) -> int:
     if seed > MOST_SEED:
-        raise section.error(key, f"has {seed}; numpy accepts at most {MOST_SEED}")
+        raise section.error(key, f"has {seed}; training accepts at most {MOST_SEED}")
     return seed

@@ -20,7 +20,7 @@ from smlp.launch.machine import num_cores
 
 _LARGEST = 2**63 - 1  # largest count of fairseq's compiled code
 _INT32 = 2**31 - 1
-_SEED = 2**32 - 2**20  # numpy's seeds end at 2^32 - 1, and fairseq adds the epoch
+MOST_SEED = 2**32 - 2**20  # numpy's seeds end at 2^32 - 1, and fairseq adds the epoch
 
 
 class Limit(NamedTuple):
@@ -64,8 +64,8 @@ LIMITS: dict[str, Limit] = {
     "num_workers": Limit(0, max(64, 16 * num_cores()), f"each is a process, and this machine has {num_cores()} cores"),
     "data_buffer_size": _NOT_NEGATIVE,
     # random numbers
-    "seed": Limit(0, _SEED),
-    "fixed_validation_seed": Limit(0, _SEED),
+    "seed": Limit(0, MOST_SEED),
+    "fixed_validation_seed": Limit(0, MOST_SEED),
     # intervals of logging, validation, saving and stopping
     "log_interval": _POSITIVE,
     "validate_interval": _POSITIVE,

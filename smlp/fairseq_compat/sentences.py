@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from smlp.errors import UserError
-from smlp.files import read_text
+from smlp.files import number_of, read_text
 from smlp.text.binarized import check_recorded, open_tokens
 from smlp.text.tokenizer_files import DICTIONARY
 
@@ -130,10 +130,7 @@ def check_numbers(words: list[str], count: int, place: str) -> None:
     Raises:
         UserError: the message names the line.
     """
-    try:
-        numbers = [float(word) for word in words]
-    except ValueError:
-        numbers = []
+    numbers = [number_of(word) for word in words]
     if len(numbers) != count or not all(map(math.isfinite, numbers)):
         raise UserError(f"{place}: {count} numbers are expected (--num-classes), found {' '.join(words)[:80]!r}")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smlp.config.registration import call_problem
 from smlp.errors import NaNError, UserError
 from smlp.moe.dispatch import EveryExpertDispatcher, LocalDispatcher, TokenDispatcher
 from smlp.moe.exchange import TokenShuffle
@@ -42,8 +43,9 @@ class TokenMoE(nn.Module):
         shuffle: TokenShuffle | None = None,
     ) -> None:
         super().__init__()
-        if not callable(router):
-            raise UserError(f"{name}: build() of the router returned {router!r:.60}, which cannot be called")
+        problem = call_problem(router, "x_NH", "token_ids_N", "plan")
+        if problem is not None:
+            raise UserError(f"{name}: build() of the router returned {router!r:.60}, which {problem}")
         self.router = router
         self.experts = experts
         self.name = name

@@ -15,7 +15,7 @@ from torch import Tensor
 from smlp.config import ModelConfig
 from smlp.errors import UserError
 from smlp.moe.layer import TokenMoE
-from smlp.nn.blocks.base import AuxLosses, Block
+from smlp.nn.blocks.base import AuxLosses, Block, applied
 from smlp.nn.stack import Stack
 from smlp.nn.state import DecodingState, ForwardContext, pytree
 from smlp.parallel import Ranks
@@ -101,7 +101,7 @@ class Decoder(Stack):
         """
         x_1NH, context = self._embedded_groups(groups)
         for block in self.blocks:
-            x_1NH, _ = block(x_1NH, context)
+            x_1NH, _ = applied(block, x_1NH, context)
         _advance(groups)
         return self._normed(x_1NH)[0]
 
@@ -113,7 +113,7 @@ class Decoder(Stack):
         x_1NH, context = self._embedded_groups(groups)
         *blocks, last = self.blocks
         for block in blocks:
-            x_1NH, _ = block(x_1NH, context)
+            x_1NH, _ = applied(block, x_1NH, context)
         cast(Block, last).read(x_1NH, context)
         _advance(groups)
 

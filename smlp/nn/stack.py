@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from smlp.config import ModelConfig
 from smlp.errors import UserError
 from smlp.moe.routers import ExpertOffsets, TrainedRouter
-from smlp.nn.blocks.base import AuxLosses, build_blocks
+from smlp.nn.blocks.base import AuxLosses, applied, build_blocks
 from smlp.nn.layers import Dropout
 from smlp.nn.state import ForwardContext
 from smlp.ops import linear
@@ -103,10 +102,7 @@ class Stack(nn.Module):
         total: AuxLosses = {}
         recompute = self.config.checkpoint_activations and self.training and context.state is None
         for block in self.blocks:
-            if recompute:
-                x_BnH, aux_losses = checkpoint(block, x_BnH, context, use_reentrant=False)
-            else:
-                x_BnH, aux_losses = block(x_BnH, context)
+            x_BnH, aux_losses = applied(block, x_BnH, context, recompute)
             for name, loss in aux_losses.items():
                 total[name] = total[name] + loss if name in total else loss
         return self._normed(x_BnH), total

@@ -101,6 +101,12 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
+def legend(place: Figure | Axes, *entries: Any, **options: Any) -> None:
+    """Add a legend whose labels are text, which may hold dollar signs, and not mathematics."""
+    for label in place.legend(*entries, **options).get_texts():
+        label.set_parse_math(False)
+
+
 def readable(symbols: Sequence[str]) -> list[str]:
     """Return symbols that the font can show; characters that it lacks become U+XXXX."""
     from matplotlib.font_manager import FontProperties, findfont, get_font

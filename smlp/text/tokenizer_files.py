@@ -62,7 +62,7 @@ class Vocabulary:
         seen = set(SPECIAL_SYMBOLS)
         for number, line in enumerate(lines, start=1):
             fields = line.removesuffix(_OVERWRITE).rsplit(" ", 1)
-            if len(fields) != 2 or not fields[1].isdigit():
+            if len(fields) != 2 or not (fields[1].isascii() and fields[1].isdigit()):
                 raise UserError(f"dictionary {path}, line {number}: expected 'symbol count', got {line[:100]!r}")
             if fields[0] in seen and not line.endswith(_OVERWRITE):
                 raise UserError(f"dictionary {path}, line {number}: the symbol {fields[0][:100]!r} occurs twice")

@@ -383,7 +383,7 @@ def _table(
 
 def _draw(curves: dict[str, dict[int, list[float]]]) -> Figure:
     """Draw accuracy by epoch: the mean over seeds and its interval."""
-    from smlp.plots.drawing import OKABE_ITO, new_figure
+    from smlp.plots.drawing import OKABE_ITO, legend, new_figure
 
     figure = new_figure(6.5, 4.2, "Validation accuracy by epoch")
     axes = figure.subplots()
@@ -399,5 +399,5 @@ def _draw(curves: dict[str, dict[int, list[float]]]) -> Figure:
     axes.set_xlabel("epochs")
     axes.set_ylabel("top-1 (%)")
     axes.grid(alpha=0.3, linewidth=0.6)
-    axes.legend(frameon=False)
+    legend(axes, frameon=False)
     return figure

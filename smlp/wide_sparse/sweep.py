@@ -314,7 +314,7 @@ def _similarities(
 
 def _draw(record: dict[str, Any], errors: dict[str, dict[int, float]], path: Path) -> None:
     """Draw the error along the axis: the mean over seeds and its interval."""
-    from smlp.plots.drawing import OKABE_ITO, new_figure, save
+    from smlp.plots.drawing import OKABE_ITO, legend, new_figure, save
 
     figure = new_figure(6.5, 4.2, record["title"])
     axes = figure.subplots()
@@ -331,5 +331,5 @@ def _draw(record: dict[str, Any], errors: dict[str, dict[int, float]], path: Pat
     axes.set_xlabel(AXES[record["x"]])
     axes.set_ylabel("validation error (%)")
     axes.grid(alpha=0.3, linewidth=0.6)
-    axes.legend(frameon=False)
+    legend(axes, frameon=False)
     save(figure, path)

@@ -30,11 +30,12 @@ def test_two_ranks_of_this_machine_pass_all_checks(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path):
-    (tmp_path / "file").write_text("")
-    run = run_python("-m", "smlp", "doctor", "--parallel", "--nproc", "2", "--dir", tmp_path / "file", timeout=150)
-    assert run.rc == 1
-    assert "problem  checkpoint: all ranks: cannot make" in run.stdout and "1 problem\n" in run.stdout
+def test_a_folder_that_is_not_there_is_a_problem_and_not_made(tmp_path):
+    folder = tmp_path / "no" / "folder"
+    run = run_python("-m", "smlp", "doctor", "--parallel", "--nproc", "2", "--dir", folder, timeout=150)
+    assert run.rc == 1 and not list(tmp_path.iterdir())
+    assert f"problem  checkpoint: all ranks: --dir {folder} is not a folder" in run.stdout
+    assert "1 problem\n" in run.stdout
 
 
 @pytest.mark.parametrize("options", [["--parallel", "--nproc", "1"], ["--nproc", "2"]])

@@ -93,8 +93,9 @@ def test_what_is_left_out_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("smlp.plots.weights.MOST_MATRICES", 2)
     monkeypatch.setattr("smlp.plots.weights.MOST_LAYERS", 2)
     path = save(tmp_path, "smlp_tiny", num_dense_layers=3, num_heads=1)
-    assert plot(path, "--out", tmp_path, "--json", tmp_path / "found.json") == 0
-    found, printed = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().out
+    out = tmp_path / "new" / "pictures"  # the file of numbers is in the folder that the pictures make
+    assert plot(path, "--out", out, "--json", out / "found.json") == 0
+    found, printed = json.loads((out / "found.json").read_text()), capsys.readouterr().out
     assert [line.split(":")[0] for line in found["left_out"]] == [
         "spatial filters of SGU",
         "spatial filters of sMoE (deterministic)",
@@ -106,7 +107,7 @@ def test_what_is_left_out_is_said(tmp_path, capsys, monkeypatch):
     assert "expert i of 0 .. 3 mixes the 4 of 16 features from number 4*i on" in found["left_out"][3]
     assert all(f"left out: {line}" in printed for line in found["left_out"])
     names = {"toeplitz.png", "layers.png", *(f"filters_layer{layer}.png" for layer in (0, 2, 3))}
-    assert {path.name for path in tmp_path.glob("*.png")} == names
+    assert {path.name for path in out.glob("*.png")} == names
     assert [len(layer["matrices"]) for layer in found["spatial"]] == [1, 1, 4, 1], "numbers are of all"
 
 
@@ -216,6 +217,7 @@ REFUSED = {
     ),
     "a long text": ("amlp_mlm_tiny", ["--text", "w1 " * 11], "of 13 tokens is longer than the model's context of 12"),
     "half a pair": ("amlp_mlm_tiny", ["--text", "w1 |||"], "--text 'w1 |||': a text is empty"),
+    "three texts": ("amlp_mlm_tiny", ["--text", "w1 ||| w2 ||| w1"], "3 texts, but models read at most two together"),
     "a file in the way": ("smlp_tiny", ["--out", "{data}/dict.txt"], "dict.txt is a file: name a folder"),
 }
 

@@ -206,3 +206,18 @@ def test_checks_find_what_they_are_for(plugged_in, monkeypatch):
     conv = type(model.blocks[0].mixing)
     monkeypatch.setattr(conv, "_mix", lambda self, z, context: z.flip(1))
     assert {report.mode for report in leak_test(model) if not report.passed} >= {"evaluation", "training"}
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (lambda self: "never", "returned 'never', not True or False"),
+        (lambda self, x: False, "missing a required argument: 'x'"),
+        (None, "None is not a callable object"),
+    ],
+)
+def test_the_answer_whether_a_router_looks_ahead_is_checked(plugged_in, monkeypatch, method, words):
+    model = make("cosine_lm_tiny")
+    monkeypatch.setattr(type(model.blocks[1].token_moe.router), "looks_ahead", method)
+    with pytest.raises(smlp.UserError, match=f"layer 1 .*looks_ahead.. of CosineRouter.*{words}"):
+        leak_test(model)

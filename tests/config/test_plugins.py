@@ -7,6 +7,7 @@ import os
 import sys
 
 import pytest
+import torch
 from plugin_files import ARCHS, CONV, ROUTER, SIZES
 from running import REPOSITORY, run_python
 from tiny_checkpoints import write_checkpoint
@@ -158,6 +159,10 @@ BAD = {
         "register_router('x')(Free)",
         ["x_a must be of type float, got 'warm'"],
     ),
+    "its arguments": (
+        START.replace("def build(self, config)", "def build(self)") + "register_router('x')(Free)",
+        ["router 'x' (Free): build() cannot be called with (config): too many positional arguments"],
+    ),
     "its setting": (START + "register_architecture('y', like='smlp', wdith=3)", ["'y'", "'wdith'"]),
 }
 
@@ -198,6 +203,20 @@ RETURNED = [
     ),
     ("return DenseBlock(config, ", "return (", ["layer 0: build() of the block returned a Convolution", "not a Block"]),
     ("return convolution_costs(config, layer_index), f", "return f", ["layer 0: components() of the block returned"]),
+    (
+        'return CosineRouter(config.embed_dim, config.num_experts, config.own("cosine"))',
+        "return nn.Linear(4, 4)",
+        ["returned Linear(", "cannot be called with (x_NH, token_ids_N, plan): too many"],
+    ),
+    ("def forward(self, x_NH", "def forwards(self, x_NH", ["returned CosineRouter(), which has no forward()"]),
+    ("plan.expert_A], aux", "plan.expert_A].long(), aux", ["weight_A of type torch.int64, which has no gradient"]),
+    ("self.dropout = Dropout(", "self.double().dropout = Dropout(", ["layer 0", "mixing.weight is torch.float64, not"]),
+    ("return x_BnH + self", "return x_BnH.double() + self", ["Convolution returned numbers of type torch.float64"]),
+    (
+        "x_BnH: Tensor, context: ForwardContext) -> Tensor:\n        # A",
+        "x_BnH) -> Tensor:\n        # A",
+        ["layer 0: ", "with Convolution, which cannot be called with (x_BnH, context)"],
+    ),
     ('f"blocks.{layer}.mixing"', '"nowhere"', ["costs are stated for nowhere, but the model has no such module"]),
 ]
 
@@ -206,11 +225,28 @@ RETURNED = [
 def test_what_a_plugin_returns_is_checked(tmp_path, monkeypatch, capsys, old, new, words):
     example, arch = (ROUTER, "cosine_lm_tiny") if old in ROUTER.read_text() else (CONV, "conv_lm_tiny")
     path = tmp_path / "mine.py"
-    path.write_text(example.read_text().replace(old, new))
+    path.write_text(example.read_text().replace(old, new, 1))
     monkeypatch.setenv(plugins.VARIABLE, str(path))
     assert main.main(["flops", "--arch", arch, "--tokens", "4"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ("x", "returned no tuple of a tensor and a dictionary of auxiliary losses"),
+        ("(x, None)", "returned no tuple of a tensor and a dictionary of auxiliary losses"),
+        ("(x[:, :1], {})", r"returned \(., 1, 256\), not a tensor of shape \(., 1?[68], 256\)"),
+        ("(x, {'a': x})", "returned an auxiliary loss 'a' that is not a scalar tensor"),
+    ],
+)
+def test_what_a_block_returns_is_checked(plugged_in, monkeypatch, returned, words):
+    model = smlp.build("conv_lm_tiny", num_dense_layers=1, vocab_size=9)
+    monkeypatch.setattr(type(model.blocks[0]), "forward", lambda self, x, context: eval(returned))
+    for run in (model, lambda tokens: model.features_of([(tokens, None)])):
+        with pytest.raises(smlp.UserError, match=f"DenseBlock {words}"):
+            run(torch.full((2, 8), 5))
 
 
 def test_a_missing_file_is_named(monkeypatch, capsys):

@@ -303,7 +303,7 @@ def test_bad_files_are_one_sentence(case, tokenizer, tmp_path, capsys):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("score", ["5.1", "nan", "-1", "high", ""])
+@pytest.mark.parametrize("score", ["5.1", "nan", "-1", "high", "", "0_1", "４"])
 def test_scores_of_sts_b_are_from_0_to_5(score, tmp_path, capsys):
     header, *rows = OFFICIAL["STS-B"]["train.tsv"]
     rows[1] = [*rows[1][:-1], score]

@@ -148,6 +148,7 @@ def changed(record, **more):
     [
         ("copa", "val.jsonl", changed(COPA, label="absent"), "line 1: 'label' is missing: a split without answers"),
         ("copa", "val.jsonl", changed(COPA, label=2), "'label' must be one of 0, 1, found 2"),
+        ("copa", "val.jsonl", changed(COPA, label="0_1"), "'label' must be one of 0, 1, found '0_1'"),
         ("copa", "val.jsonl", changed(COPA, label=True), "'label' must be one of 0, 1, found True"),
         ("copa", "val.jsonl", changed(COPA, question="why"), "must be cause or effect, found 'why'"),
         ("copa", "val.jsonl", changed(COPA, premise="absent"), "'premise' is missing"),

@@ -14,6 +14,7 @@ from experiment_folder import MODELS, SEEDS, UPDATES, cell, rewrite, run_folder,
 from smlp.errors import UserError
 from smlp.evaluation.curves import LossPoint
 from smlp.experiments.report.details import data_orders
+from smlp.experiments.report.figures import write_figures
 from smlp.experiments.report.results import read_results
 from smlp.experiments.report.speed import first_crossing, targets
 from smlp.experiments.report.table import Estimate, t_quantile
@@ -224,3 +225,9 @@ def test_zero_shot_accuracy_beside_the_papers(out):
     assert cell(table, "sMLP", "copa").value == pytest.approx(60)
     assert cell(table, "paper, large: sMLP-deterministic", "copa").value == 79.0
     assert "average" not in next(row for row in table.rows if "paper" in row["model"].value)
+
+
+def test_names_with_dollar_signs_are_drawn(tmp_path, monkeypatch):
+    models = {"$\\frac$": MODELS["gMLP"], "$^$": MODELS["Switch"]}
+    monkeypatch.setattr("experiment_folder.MODELS", models)
+    assert len(write_figures(read_results(write_experiment(tmp_path / "out", models)), tmp_path)) == 6

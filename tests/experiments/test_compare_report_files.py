@@ -167,6 +167,13 @@ def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
             lambda e: e["models"][0].update(flops_per_token=0),
             "models[0].flops_per_token must be above 0, got 0",
         ),
+        ("experiment.json", lambda e: e.update(updates=0), "updates must be at least 1, got 0"),
+        ("experiment.json", lambda e: e.update(targets=[-1]), "targets[0] must be above 0, got -1"),
+        (
+            "experiment.json",
+            lambda e: e.update(evaluation_subsets=["../valid"]),
+            "evaluation_subsets[0] is not a folder name",
+        ),
         (
             "experiment.json",
             lambda e: e["models"][0].update(parameters={}),
@@ -213,7 +220,8 @@ def test_single_values_that_are_damaged_are_named(tmp_path, name, change, words,
     assert words in said and (words or not said), said
     status = main(["compare", "status", str(out)])
     error = capsys.readouterr().err
-    assert error.count("\n") == words.startswith("models[") and (status == 1 or not error) and "Traceback" not in error
+    is_of_plan = words.startswith(("models[", "updates", "targets", "evaluation_subsets"))
+    assert error.count("\n") == is_of_plan and (status == 1 or not error) and "Traceback" not in error
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,30 @@ MISTAKES = {
         r"models.other.recipe.lr must be a positive number, got -0.01",
     ),
     "grid with no rate": (FILE + TUNE.replace("2.0e-3", "0"), r"tune.lr must be a positive number, got 0"),
-    "seed too large": (FILE.replace("[1, 2]", "[1, 4294967296]"), r"seeds has 4294967296; numpy accepts at most"),
-    "seed of the grid": (FILE + TUNE.replace("updates", "seed: 5B, updates"), r"tune.seed has 5000000000; numpy"),
+    "seed too large": (
+        FILE.replace("[1, 2]", "[1, 4294967295]"),
+        r"seeds has 4294967295; training accepts at most 4293918720",
+    ),
+    "seed of the grid": (FILE + TUNE.replace("updates", "seed: 5B, updates"), r"tune.seed has 5000000000; training"),
+    "rate beside settings": (
+        FILE.replace("num_experts: 4", "lr: 3"),
+        r"models.sMLP E=4.lr would have no effect, because recipe sets it too: put it into models.sMLP E=4.recipe",
+    ),
+    "option of the grid beside settings": (
+        FILE.replace("num_experts: 4", "dropout: 0.1") + "tune: {dropout: [0, 0.2], updates: 9}\n",
+        r"models.sMLP E=4.dropout would have no effect, because tune sets it too",
+    ),
+    "help": (FILE.replace("lr: 2e-3", "help: true"), r"recipe.help is set by smlp compare"),
+    "long warm-up in the grid": (
+        FILE.replace("lr: 2e-3", "lr: 2e-3, lr_scheduler: cosine") + "tune: {warmup_updates: [5, 50], updates: 9}\n",
+        r"recipe.warmup_updates is 50, and a run has 9 updates \(tune\): the cosine schedule",
+    ),
+    "no subset": (FILE + "evaluate: {subsets: []}\n", r"evaluate.subsets must be different names, got \[\]"),
+    "a subset twice": (FILE + "evaluate: {subsets: [valid, valid]}\n", r"evaluate.subsets must be different names"),
+    "a path as subset": (
+        FILE + "evaluate: {subsets: [../data-bin/valid]}\n",
+        r"evaluate.subsets names the file '../data-bin/valid', which would lie outside its folder",
+    ),
     "tasks without data": (
         FILE + "evaluate: {zeroshot: {tasks: [copa], limit: 3}}\n",
         r"evaluate.zeroshot.data \(the folder of the tasks\) is missing, but tasks, limit",

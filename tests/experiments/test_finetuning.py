@@ -136,6 +136,8 @@ def test_metrics_are_those_of_glue(asked, tmp_path, task, classes, metric, optio
         (["--lr", "nan"], "--lr must be above 0"),
         (["--lr", "1", "1e0"], "a value is given twice"),
         (["--batch-size", "-1"], "--batch-size must be at least 1"),
+        (["--seeds", "1", "4293918721"], "--seeds must be at least 0 and at most 4,293,918,720, got 4293918721"),
+        (["--out", __file__], f"--out {__file__} is a file: name a folder"),
         (["--seeds", "1", "1"], "a value is given twice"),
         (["--epochs", "0"], "--epochs must be at least 1"),
         (["--epochs", "1", "--updates", "9"], "give --epochs or --updates"),
@@ -179,6 +181,9 @@ def test_bad_files_are_one_sentence(asked, tmp_path):
     manifest["settings"]["tokenizer"] = TOKENIZER_2
     (tmp_path / "sst" / "manifest.json").write_text(json.dumps(manifest))
     assert "was made with another sentencepiece.model" in refused()
+    manifest["splits"]["train"]["rows"] = 0
+    (tmp_path / "sst" / "manifest.json").write_text(json.dumps(manifest))
+    assert "manifest.json is damaged: splits.train.rows must be at least 1, got 0" in refused()
     (tmp_path / "sst" / "manifest.json").write_text("{")
     assert "is damaged" in refused()
     data = write_data(tmp_path / "words", task="CoLA", classes=("no", "yes"))

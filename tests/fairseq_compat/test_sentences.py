@@ -48,9 +48,9 @@ BAD = {
     "no label": (lambda data: shutil.rmtree(data / "label"), [], "there is no file {data}/label/dict.txt"),
     "numbers": (None, NUMBERS, "there is no file {data}/label/valid.label (--regression-target"),
     "a word": (
-        lambda data: (data / "label" / "valid.label").write_text("1\nx\n" + "2\n" * 7),
+        lambda data: (data / "label" / "valid.label").write_text("1\n1_0\n" + "2\n" * 7),
         [*NUMBERS, "--num-classes", "1"],
-        "{data}/label/valid.label, line 2: 1 numbers are expected (--num-classes), found 'x'",
+        "{data}/label/valid.label, line 2: 1 numbers are expected (--num-classes), found '1_0'",
     ),
     "no split": (
         lambda data: (data / "input0" / "train.idx").unlink(),

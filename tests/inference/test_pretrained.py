@@ -79,6 +79,9 @@ def test_a_symbol_stands_once_in_a_dictionary(tmp_path):
         (tmp_path / "dict.txt").write_text(lines)
         with pytest.raises(smlp.UserError, match=rf"dict.txt, line {number}: the symbol '.*' occurs twice"):
             Vocabulary.load(tmp_path / "dict.txt")
+    (tmp_path / "dict.txt").write_text("a ²\n", encoding="utf-8")  # a digit, but no number
+    with pytest.raises(smlp.UserError, match=r"dict.txt, line 1: expected 'symbol count', got 'a ²'"):
+        Vocabulary.load(tmp_path / "dict.txt")
     (tmp_path / "dict.txt").write_text("a 1\na 1 #fairseq:overwrite\n")
     assert len(Vocabulary.load(tmp_path / "dict.txt")) == 6
 

@@ -87,3 +87,31 @@ def test_what_cannot_be_compared_is_refused(run, tmp_path):
         run(one, baseline="BASE")
     with pytest.raises(smlp.UserError, match=r"cannot read .*nothing"):
         run(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--predict", "0"], "--predict must be a positive number of tokens, got 0.0"),
+        (["--predict", "nan"], "--predict must be a positive number of tokens, got nan"),
+        (["--to", __file__], f"--to {__file__} is a file"),
+    ],
+)
+def test_bad_options_are_one_sentence(run, tmp_path, options, message):
+    with pytest.raises(smlp.UserError, match=message):
+        run(write_experiment(tmp_path / "one"), options=options)
+
+
+def test_folders_without_a_finished_run_are_refused(run, tmp_path):
+    folder = write_experiment(tmp_path / "one")
+    for scores in folder.glob("runs/*/scores.json"):
+        scores.unlink()
+    with pytest.raises(smlp.UserError, match=f"--baseline gMLP: no run of it has finished in {folder}"):
+        run(folder)
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_may_hold_dollar_signs(run, tmp_path, monkeypatch):
+    models = {"$\\frac$": MODELS["gMLP"], "$^$": MODELS["sMLP"]}
+    monkeypatch.setattr("experiment_folder.MODELS", models)
+    assert len(run(write_experiment(tmp_path / "one", models), baseline="$\\frac$")) == 2

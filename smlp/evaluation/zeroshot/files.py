@@ -155,10 +155,8 @@ def label_of(value: Any, allowed: Collection[int], name: str, place: str) -> int
     """
     if value is None or value == "":
         raise UserError(f"{place}: {name!r} is missing: a split without answers cannot be scored")
-    try:
-        number = int(str(value).strip())
-    except ValueError:
-        number = None
+    text = str(value).strip()
+    number = int(text) if text.isascii() and text.isdecimal() else None
     if isinstance(value, bool) or number not in allowed:
         raise UserError(f"{place}: {name!r} must be one of {', '.join(map(str, sorted(allowed)))}, found {value!r}")
     return number

@@ -16,7 +16,7 @@ from smlp.experiments.report.health import pooled_curve
 from smlp.experiments.report.results import Model, Results
 from smlp.experiments.report.speed import mean_curve, time_unit
 from smlp.experiments.report.table import estimate
-from smlp.plots.drawing import OKABE_ITO, new_figure
+from smlp.plots.drawing import OKABE_ITO, legend, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -155,7 +155,7 @@ def draw_curves(
         margin = 0.06 * (highest - lowest) or 0.05 * highest
         end.set_ylim(lowest - margin, highest + margin)
     handles, labels = whole.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+    legend(figure, handles, labels, loc="outside right upper", frameon=False, fontsize=9)
     return figure
 
 
@@ -230,5 +230,5 @@ def draw_routing(results: Results, styles: dict[str, Style]) -> Figure | None:
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     order = [model.name for model in results.models if model.name in handles]
-    figure.legend([handles[name] for name in order], order, loc="outside right upper", frameon=False, fontsize=9)
+    legend(figure, [handles[name] for name in order], order, loc="outside right upper", frameon=False, fontsize=9)
     return figure

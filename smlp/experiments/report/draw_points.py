@@ -12,7 +12,7 @@ from smlp.experiments.report.results import Model, Results
 from smlp.experiments.report.speed import logged_tokens_per_second, timed_tokens_per_second
 from smlp.experiments.report.studies import head_groups, moe_models, smlp_beside_heads
 from smlp.experiments.report.table import Estimate
-from smlp.plots.drawing import new_figure
+from smlp.plots.drawing import legend, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +71,7 @@ def draw_quality_and_speed(results: Results, styles: dict[str, Style]) -> Figure
     _finish(axes, f"tokens per second, {where}", f"validation {_positions(results)}")
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.margins(0.08)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    legend(figure, loc="outside right upper", frameon=False, fontsize=9)
     return figure
 
 
@@ -108,7 +108,7 @@ def draw_heads(results: Results, styles: dict[str, Style]) -> Figure | None:
     axes.minorticks_off()
     _finish(axes, "heads", f"validation {_positions(results)}")
     axes.grid(alpha=0.3, linewidth=0.6)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    legend(figure, loc="outside right upper", frameon=False, fontsize=9)
     return figure
 
 

@@ -41,6 +41,8 @@ class Routing:
             return f"a plan of {self.plan.num_tokens} tokens for {num_tokens}"
         if weight_A is not None and getattr(weight_A, "shape", None) != shape_A:
             return f"weight_A of shape {_shape(weight_A)} for {shape_A[0]} assignments"
+        if weight_A is not None and not weight_A.is_floating_point():
+            return f"weight_A of type {weight_A.dtype}, which has no gradient"
         if not isinstance(self.aux_losses, dict):
             return f"aux_losses {self.aux_losses!r:.40}, not a dictionary"
         for name, loss in self.aux_losses.items():

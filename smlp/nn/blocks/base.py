@@ -11,10 +11,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from smlp.config import ModelConfig
-from smlp.config.registration import ModelPart, register
+from smlp.config.registration import ModelPart, call_problem, register
 from smlp.config.registry import DENSE_BLOCKS, SPARSE_BLOCKS
 from smlp.costs.component import (
     LAYER_NORM_FLOPS,
@@ -81,12 +83,32 @@ class DenseBlock(Block):
 
 
 def mixed(mixing: nn.Module, x_BnH: Tensor, context: ForwardContext) -> Tensor:
-    """Apply the sublayer of a block that mixes tokens, which must keep the shape."""
+    """Apply the sublayer of a block that mixes tokens, which must keep shape and type."""
     y_BnH = mixing(x_BnH, context)
+    _check_returned(mixing, y_BnH, x_BnH)
+    return y_BnH
+
+
+def applied(
+    block: nn.Module, x_BnH: Tensor, context: ForwardContext, recompute: bool = False
+) -> tuple[Tensor, AuxLosses]:
+    """Apply a block, which must return what :meth:`Block.forward` describes; the backward pass may compute it again."""
+    returned = checkpoint(block, x_BnH, context, use_reentrant=False) if recompute else block(x_BnH, context)
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
+        raise UserError(f"{type(block).__name__} returned no tuple of a tensor and a dictionary of auxiliary losses")
+    _check_returned(block, returned[0], x_BnH)
+    for name, loss in returned[1].items():
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise UserError(f"{type(block).__name__} returned an auxiliary loss {name!r} that is not a scalar tensor")
+    return returned
+
+
+def _check_returned(module: nn.Module, y_BnH: object, x_BnH: Tensor) -> None:
     if not isinstance(y_BnH, Tensor) or y_BnH.shape != x_BnH.shape:
         found = tuple(y_BnH.shape) if isinstance(y_BnH, Tensor) else f"{y_BnH!r:.40}"
-        raise UserError(f"{type(mixing).__name__} returned {found}, not a tensor of shape {tuple(x_BnH.shape)}")
-    return y_BnH
+        raise UserError(f"{type(module).__name__} returned {found}, not a tensor of shape {tuple(x_BnH.shape)}")
+    if y_BnH.dtype != x_BnH.dtype:
+        raise UserError(f"{type(module).__name__} returned numbers of type {y_BnH.dtype}, not {x_BnH.dtype}")
 
 
 def feed_forward_costs(config: ModelConfig, layer: int) -> Component:
@@ -175,7 +197,15 @@ def build_blocks(config: ModelConfig, ranks: Ranks | None = None) -> nn.ModuleLi
     blocks = nn.ModuleList()
     for index in range(config.num_layers):
         block = sparse_block(config, index, ranks) if index in sparse else dense_kind.build(config, index, ranks)
+        what = f"layer {index}: build() of the block returned a {type(block).__name__}"
         if not isinstance(block, Block):
-            raise UserError(f"layer {index}: build() of the block returned a {type(block).__name__}, not a Block")
+            raise UserError(f"{what}, not a Block")
+        mixing = getattr(block, "mixing", block)
+        problem = call_problem(block, "x_BnH", "context") or call_problem(mixing, "x_BnH", "context")
+        if problem is not None:
+            raise UserError(f"{what} with {type(mixing).__name__}, which {problem}")
+        for name, parameter in block.named_parameters():
+            if parameter.dtype != torch.get_default_dtype():
+                raise UserError(f"{what} whose {name} is {parameter.dtype}, not {torch.get_default_dtype()}")
         blocks.append(block)
     return blocks
