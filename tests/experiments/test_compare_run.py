@@ -9,6 +9,7 @@ import torch
 import yaml
 from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from running import run_python
+from zeroshot_data import write_tasks
 
 from data_prep.tokenize.models import train_byte_level
 from smlp.cli.main import main
@@ -214,6 +215,19 @@ def test_a_dry_run_finds_mistakes_that_would_cost_a_training(mistake, tiny_data,
     path.write_text(FILE.replace(before, after).replace("DATA", str(tiny_data)))
     assert dry_run(path, tmp_path / "out") == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_files_of_tasks_are_read_before_the_first_training(tiny_data, tmp_path, capsys):
+    path, tasks = tmp_path / "other.yaml", write_tasks(tmp_path / "tasks", count=2)
+    (tasks / "copa" / "val.jsonl").write_text("{}\n")
+    (tasks / "piqa" / "valid.jsonl").unlink()
+    wanted = f"validations: 2, zeroshot: {{data: {tasks}, tasks: [copa, piqa, winogrande]}}"
+    path.write_text(FILE.replace("DATA", str(tiny_data)).replace("validations: 2", wanted))
+    assert main(["compare", "run", str(path), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "other.yaml: evaluate.zeroshot: 2 of 3 tasks cannot be scored" in said
+    assert "copa/val.jsonl" in said and "piqa" in said
+    assert not (tmp_path / "out" / "runs").exists()
 
 
 def test_a_dry_run_names_the_data_that_there_will_be(tmp_path, capsys):
