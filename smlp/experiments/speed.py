@@ -22,6 +22,7 @@ from smlp.costs.profiled import training_loss
 from smlp.errors import UserError
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.json_files import read_json, write_json
+from smlp.fairseq_compat.startup import keep_freed_memory
 from smlp.launch.environment import environment
 from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder
@@ -145,6 +146,8 @@ def _checkpoint(folder: Folder, model: dict[str, Any], experiment: dict[str, Any
 def main(words: list[str]) -> None:
     """Run with the arguments OUT and ROUNDS."""
     out, rounds = words
+    if not torch.cuda.is_available():
+        keep_freed_memory()  # as in training
     folder = Folder(Path(out))
     write_json(folder.speed, time_models(folder, int(rounds)))
 
