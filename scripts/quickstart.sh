@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Leads from a fresh machine to a trained sparse all-MLP language model: installs into .venv, prepares real text, trains
-# smlp_tiny and gmlp_lm_tiny through fairseq-train, evaluates them and generates text. About ten minutes on two cores.
+# smlp_hash_tiny and gmlp_lm_tiny through fairseq-train, evaluates them and generates text: about ten minutes on two
+# cores.
 #
 #   bash scripts/quickstart.sh                           the English in this Python installation
 #   bash scripts/quickstart.sh --text FILE... --out DIR  your own text
