@@ -37,11 +37,8 @@ from smlp.text.tokenizer import Vocabulary
 
 #: a sparse and a dense all-MLP of equal FLOPs, each with the levers that help it most (docs/results/sparse_pays.md)
 SPARSE, DENSE = "smlp_hash_tiny", "gmlp_lm_tiny"
-LEVERS = {
-    SPARSE: {"spatial_weights": "toeplitz", "hash_tables": "own"},
-    DENSE: {"spatial_weights": "toeplitz"},
-}
-MODELS = tuple(LEVERS)
+MODELS = (SPARSE, DENSE)
+LEVERS = {"spatial_weights": "toeplitz"}
 NGRAMS = {1: "unigram", 2: "bigram", 3: "trigram", 5: "5-gram"}
 DRAWN = ("unigram", "bigram", "trigram")  # the 5-gram lies so near the trigram that their labels would overlap
 VALIDATIONS = 4
@@ -71,7 +68,7 @@ def make_data(options: argparse.Namespace, text: Path, pieces: Path, data: Path)
 
 def seconds_per_update(arch: str, vocab_size: int, num_updates: int = 4) -> float:
     """Measure forward, backward and optimizer of one batch on this machine."""
-    model = smlp.build(arch, vocab_size=vocab_size, max_tokens=TOKENS_PER_SAMPLE, dropout=0.0, **LEVERS[arch])
+    model = smlp.build(arch, vocab_size=vocab_size, max_tokens=TOKENS_PER_SAMPLE, dropout=0.0, **LEVERS)
     optimizer = torch.optim.Adam(model.parameters())
     tokens = torch.randint(4, vocab_size, (BATCH_SIZE, TOKENS_PER_SAMPLE + 1))
     times = []
@@ -100,7 +97,7 @@ def choose_num_updates(options: argparse.Namespace, data: Path, chosen: Path) ->
 def train(options: argparse.Namespace, arch: str, data: Path, run: Path, num_updates: int) -> None:
     """Steps 3 and 4: run fairseq-train with a live display; its whole output goes to a log."""
     more = ["--warmup-updates", str(min(WARMUP_UPDATES, num_updates // 2))]
-    for name, value in LEVERS[arch].items():
+    for name, value in LEVERS.items():
         more += [f"--{name.replace('_', '-')}", value]
     if not tools.train(arch, arch, data, run, num_updates, VALIDATIONS, options.logs(f"train-{arch}"), more=more):
         print(f"      {run} is trained, skipped")
@@ -244,7 +241,7 @@ def settings_of(options: argparse.Namespace) -> dict:
         raise UserError(f"there is no text file {', '.join(missing)}")
     checksums = {str(path.resolve()): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources}
     budget = {"updates": options.updates} if options.updates else {"minutes": options.minutes}
-    return {"text": checksums, "vocab_size": options.vocab_size, "models": LEVERS, **budget}
+    return {"text": checksums, "vocab_size": options.vocab_size, "models": {arch: LEVERS for arch in MODELS}, **budget}
 
 
 def check_settings(options: argparse.Namespace) -> None:
