@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from smlp.ops.assignment_repair import PathRepair, move_cheapest, num_to_move
-from smlp.ops.fast_paths import assign_exactly, bands_of_tokens, is_traced
+from smlp.ops.fast_paths import add_operator, assign_exactly, bands_of_tokens, is_traced
 from smlp.ops.functional import columns_by_bands, rows_by_bands
 
 #: fixed noise of this share of the scores' spread breaks ties (the median token's largest minus smallest)
@@ -107,10 +107,11 @@ def _of_all(info: Any, in_dims: tuple[int, ...], scores: Tensor) -> tuple[Tensor
 
 
 # A single operator where torch traces: its number of steps depends on the values of the scores.
-_NAME = "smlp::balanced_assignments"
-torch.library.define(_NAME, "(Tensor scores) -> Tensor")
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _at_once)
-torch.library.register_fake(_NAME, lambda scores: scores.new_empty(scores.shape[:2], dtype=torch.long))
+_NAME = add_operator(
+    "smlp::balanced_assignments(Tensor scores) -> Tensor",
+    _at_once,
+    lambda scores: scores.new_empty(scores.shape[:2], dtype=torch.long),
+)
 torch.library.register_vmap(_NAME, _of_all)
 
 

@@ -167,18 +167,30 @@ class EqualExperts(_SeveralExperts):
         return x_nI.unflatten(0, self.sizes)
 
 
-class UnequalExperts(_SeveralExperts):
+class _AnyCounts(_SeveralExperts):
     """Several experts with any numbers of tokens."""
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
         self.rows, self.experts = slice(0, sum(counts)), slice(0, len(counts))
-        counts_e = torch.tensor(counts, device=device)
-        self.ends_e = counts_e.cumsum(0).to(torch.int32)
-        self.expert_n = torch.arange(len(counts), device=device).repeat_interleave(counts_e, output_size=sum(counts))
-        self.idle = [expert for expert, count in enumerate(counts) if count == 0]
+        self.counts = list(counts)
+        self.counts_e = torch.tensor(self.counts, device=device)
+        expert_e = torch.arange(len(counts), device=device)
+        self.expert_n = expert_e.repeat_interleave(self.counts_e, output_size=sum(counts))
 
     def rows_of(self, value_eI: Tensor) -> Tensor:
         return value_eI.index_select(0, self.expert_n)
+
+    def sums(self, y_nO: Tensor) -> Tensor:
+        return y_nO.new_zeros(len(self.counts), y_nO.size(1)).index_add_(0, self.expert_n, y_nO)
+
+
+class UnequalExperts(_AnyCounts):
+    """Several experts with any numbers of tokens, in grouped products."""
+
+    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
+        super().__init__(counts, device)
+        self.ends_e = self.counts_e.cumsum(0).to(torch.int32)
+        self.idle = [expert for expert, count in enumerate(counts) if count == 0]
 
     def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor | None = None) -> Tensor:
         y_nO = F.grouped_mm(x_nI, weight_eOI.transpose(1, 2), offs=self.ends_e)
@@ -191,17 +203,9 @@ class UnequalExperts(_SeveralExperts):
         out_eOI.copy_(F.grouped_mm(y_nO.t(), x_nI, offs=self.ends_e))
         out_eOI[self.idle] = 0
 
-    def sums(self, y_nO: Tensor) -> Tensor:
-        zeros_eO = y_nO.new_zeros(self.ends_e.numel(), y_nO.size(1))
-        return zeros_eO.index_add_(0, self.expert_n, y_nO)
 
-
-class SmallExperts(UnequalExperts):
+class SmallExperts(_AnyCounts):
     """Many experts with few tokens each, on a CPU: only the products are computed for one expert at a time."""
-
-    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
-        super().__init__(counts, device)
-        self.counts = list(counts)
 
     def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor | None = None) -> Tensor:
         return self._products(x_nI, weight_eOI.transpose(1, 2), out_nO).add_(self.rows_of(bias_eO))

@@ -106,6 +106,24 @@ def outside_graphs(function: _Function) -> _Function:
     return cast(_Function, chosen)
 
 
+def add_operator(signature: str, function: Callable[..., Any], shapes: Callable[..., Any]) -> str:
+    """Make a function a single operator in graphs, which need not know the values on which its steps depend.
+
+    Args:
+        signature: name, arguments and results, as torch writes them.
+        function: what it computes, without gradients.
+        shapes: returns empty results of the right shapes.
+
+    Returns:
+        The name.
+    """
+    name = signature.partition("(")[0]
+    torch.library.define(name, signature.removeprefix(name))
+    torch.library.impl(name, "CompositeExplicitAutograd", function)
+    torch.library.register_fake(name, shapes)
+    return name
+
+
 def _only_obvious() -> bool:
     """Return whether the obvious paths are asked for, or a graph is made, which torch makes fast itself."""
     return is_traced() or _reference_only.get()

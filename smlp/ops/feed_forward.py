@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smlp.ops.expert_runs import Run, runs
-from smlp.ops.fast_paths import allowed, first_order_only
+from smlp.ops.fast_paths import add_operator, allowed, first_order_only
 from smlp.ops.functional import ACTIVATION_FUNCTIONS, activation_gradient
 
 
@@ -157,12 +157,7 @@ def _total(run: Run, total_e: Tensor | None, of_run_e: Tensor) -> None:
 
 
 # Two operators for graphs of torch.compile, in which the numbers of tokens are not known.
-_NAME = "smlp::expert_feed_forward"
 _TENSORS = "Tensor x, Tensor counts, Tensor? gain, Tensor? offset, Tensor w1"
-torch.library.define(_NAME, f"({_TENSORS}, Tensor b1, Tensor w2, Tensor b2, str activation) -> (Tensor, Tensor)")
-torch.library.define(
-    f"{_NAME}_gradients", f"(Tensor grad, {_TENSORS}, Tensor w2, Tensor hidden, str activation) -> Tensor[]"
-)
 
 
 def _op(x_AH: Tensor, counts_e: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -202,7 +197,14 @@ def _backward(ctx: Any, grad_AH: Tensor, _: Tensor) -> tuple[Tensor | None, ...]
     return (found[0], None, *norm, *found[-4:], None)
 
 
-for _name, _function, _fake in ((_NAME, _op, _fake_op), (f"{_NAME}_gradients", _gradients_op, _fake_gradients)):
-    torch.library.impl(_name, "CompositeExplicitAutograd", _function)
-    torch.library.register_fake(_name, _fake)
+_NAME = add_operator(
+    f"smlp::expert_feed_forward({_TENSORS}, Tensor b1, Tensor w2, Tensor b2, str activation) -> (Tensor, Tensor)",
+    _op,
+    _fake_op,
+)
+add_operator(
+    f"{_NAME}_gradients(Tensor grad, {_TENSORS}, Tensor w2, Tensor hidden, str activation) -> Tensor[]",
+    _gradients_op,
+    _fake_gradients,
+)
 torch.library.register_autograd(_NAME, _backward, setup_context=_keep)

@@ -28,7 +28,7 @@ from smlp.nn.blocks.sparse import router_costs, token_dispatcher
 from smlp.nn.layers import Dropout, SpatialWeights, spatial_parameters, uniform_rows
 from smlp.nn.state import ForwardContext
 from smlp.ops import activated_halves, linear
-from smlp.ops.fast_paths import needs_fixed_shapes
+from smlp.ops.fast_paths import add_operator, needs_fixed_shapes
 from smlp.parallel import Ranks, one_process
 
 GATED_MLP_EXPERTS = "gMLP experts"
@@ -211,10 +211,7 @@ def _projected(
 
 
 # Two operators for graphs of torch.compile, in which the numbers of tokens are not known.
-_NAME = "smlp::gated_mlps"
 _ARGUMENTS = "Tensor x, Tensor counts, Tensor places, SymInt num_seqs, Tensor[] weights, str activation"
-torch.library.define(_NAME, f"({_ARGUMENTS}) -> Tensor")
-torch.library.define(f"{_NAME}_gradients", f"(Tensor grad, {_ARGUMENTS}) -> Tensor[]")
 
 
 def _op(
@@ -251,12 +248,8 @@ def _backward(ctx: Any, grad_AH: Tensor) -> tuple[Any, ...]:
     return grad_x_AH, None, None, None, of_weights, None
 
 
-for _name, _function, _fake in (
-    (_NAME, _op, lambda x_AH, *rest: torch.empty_like(x_AH)),
-    (f"{_NAME}_gradients", _gradients_op, _fake_gradients),
-):
-    torch.library.impl(_name, "CompositeExplicitAutograd", _function)
-    torch.library.register_fake(_name, _fake)
+_NAME = add_operator(f"smlp::gated_mlps({_ARGUMENTS}) -> Tensor", _op, lambda x_AH, *rest: torch.empty_like(x_AH))
+add_operator(f"{_NAME}_gradients(Tensor grad, {_ARGUMENTS}) -> Tensor[]", _gradients_op, _fake_gradients)
 torch.library.register_autograd(_NAME, _backward, setup_context=_keep)
 
 
