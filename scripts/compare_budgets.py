@@ -24,6 +24,7 @@ from smlp.experiments.report.draw_curves import styles
 from smlp.experiments.report.quality import AFTER_PREFIX, difference, perplexity
 from smlp.experiments.report.results import Model, Results, read_results
 from smlp.experiments.report.table import Cell, Estimate, t_quantile
+from smlp.files import check_folder
 from smlp.plots.drawing import FORMATS, legend, new_figure, save
 
 #: models are drawn side by side, each at this many times the tokens of the one before, or intervals would overlap
@@ -191,8 +192,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.predict is not None and not 0 < args.predict < math.inf:
         raise UserError(f"--predict must be a positive number of tokens, got {args.predict}")
-    if args.to.exists() and not args.to.is_dir():
-        raise UserError(f"--to {args.to} is a file: name a folder for tables and figure")
+    check_folder(args.to, "--to", "tables and figure")
     experiments = in_order(args.folders)
     names = names_of(experiments, args.baseline)
     if not any(measured(experiment, args.baseline, args.baseline)[0] for experiment in experiments):

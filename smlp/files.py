@@ -149,6 +149,12 @@ def number_of(text: str) -> float:
         return math.nan
 
 
+def check_folder(path: str | Path, option: str, what: str) -> None:
+    """Refuse a file where an option names the folder for what a command writes; the folder may not be there yet."""
+    if Path(path).exists() and not Path(path).is_dir():
+        raise UserError(f"{option} {path} is a file: name a folder for {what}")
+
+
 def is_missing(path: str | Path) -> bool:
     """Return whether nothing exists under a name, as far as this process may see."""
     try:

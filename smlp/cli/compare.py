@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from smlp.errors import UserError
+from smlp.files import check_folder
 
 if TYPE_CHECKING:
     from smlp.experiments.spec import Experiment
@@ -112,8 +113,7 @@ def _run(args: argparse.Namespace, path: Path, out: Path) -> int:
 
     experiment = read_experiment(path, args.quick)
     _check_zeroshot(experiment)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file: name a folder for the runs")
+    check_folder(out, "--out", "the runs")
     if not args.dry_run:
         return run_experiment(experiment, Folder(out), only_scores=args.only == "scores")
     dry_run(experiment, Folder(out))
@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace, path: Path, out: Path) -> int:
 
 
 def _check_zeroshot(experiment: Experiment) -> None:
-    """Refuse, before anything is trained, tasks and options that ``smlp zeroshot`` would refuse afterwards.
+    """Refuse, before anything is trained, tasks, options and files that ``smlp zeroshot`` would refuse afterwards.
 
     Raises:
         UserError: the message names the file and the setting.
@@ -130,6 +130,7 @@ def _check_zeroshot(experiment: Experiment) -> None:
     if wanted.zeroshot_data is None:
         return
     from smlp.cli import zeroshot
+    from smlp.evaluation.zeroshot.evaluate import for_each_task
     from smlp.evaluation.zeroshot.readers import READERS
     from smlp.experiments.spec import MASKED, zeroshot_words
 
@@ -149,7 +150,10 @@ def _check_zeroshot(experiment: Experiment) -> None:
     parser.error = refuse
     words = ["--path", "checkpoint", "--data-dir", str(wanted.zeroshot_data), *zeroshot_words(wanted)]
     try:
-        zeroshot.check(parser.parse_args(words))
+        asked = parser.parse_args(words)
+        names, data = zeroshot.check(asked), wanted.zeroshot_data
+        if data.is_dir():  # a dry run may be before there are tasks
+            for_each_task(names, lambda name: READERS[name].read(data, asked.split))
     except UserError as error:
         raise UserError(f"{experiment.path}: evaluate.zeroshot: {error}") from None
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from smlp.cli.numbers import MOST_PROCESSES, MOST_SIZE, real, whole
 from smlp.errors import UserError
+from smlp.files import check_folder
 
 if TYPE_CHECKING:
     from smlp.experiments.finetuning import Finetuning
@@ -109,8 +110,7 @@ def plan_of(args: argparse.Namespace) -> Finetuning:
 
     if args.metric is not None and args.metric not in GLUE_METRICS:
         raise UserError(f"--metric {args.metric!r} is not one of {', '.join(GLUE_METRICS)}")
-    if args.out.exists() and not args.out.is_dir():
-        raise UserError(f"--out {args.out} is a file: name a folder for runs and results")
+    check_folder(args.out, "--out", "runs and results")
     words = _train_options(args.train_options)
     data = read_data(args.data, args.metric)
     encoder = read_encoder(args.checkpoint, data, "--other-dictionary" in words)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from smlp.cli.numbers import whole
 from smlp.cli.options import add_model_files, load_any_model
 from smlp.errors import UserError
+from smlp.files import check_folder
 
 if TYPE_CHECKING:
     from smlp.evaluation.samples import Samples
@@ -95,8 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_matplotlib()
     choice = Choice(_numbers("layers", args.layers), _numbers("experts", args.experts))
-    if Path(args.out).exists() and not Path(args.out).is_dir():
-        raise UserError(f"--out {args.out} is a file: name a folder for the pictures")
+    check_folder(args.out, "--out", "the pictures")
     is_beside = args.json is not None and Path(args.json).resolve().parent == Path(args.out).resolve()
     if not is_beside or Path(args.out).exists():  # otherwise the folder is made with the pictures
         check_outputs(json=args.json)

@@ -11,8 +11,6 @@ import torch
 import yaml
 
 from smlp.errors import UserError
-from smlp.evaluation.zeroshot.evaluate import for_each_task
-from smlp.evaluation.zeroshot.readers import READERS
 from smlp.experiments import slurm
 from smlp.experiments.data import check_subsets, data_of, describe, dictionary_size
 from smlp.experiments.folder import DONE, FAILED, WAITING, Folder
@@ -77,7 +75,9 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
 
 def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedModel]]:
     """Prepare data and models, and record the planned experiment before the first run."""
-    _check_tasks(experiment)
+    tasks = experiment.evaluation.zeroshot_data
+    if tasks is not None and not tasks.is_dir():
+        raise UserError(f"{experiment.path}: evaluate.zeroshot.data: there is no folder {tasks}")
     data = data_of(experiment, folder)
     check_subsets(experiment, data)
     models = planned_models(experiment, data, dictionary_size(experiment, data))
@@ -91,21 +91,6 @@ def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedM
         copy_whole(experiment.path, folder.yaml)
     print_models(experiment, models)
     return data, models
-
-
-def _check_tasks(experiment: Experiment) -> None:
-    """Refuse missing or damaged files of the zero-shot tasks, which are read after the training only."""
-    wanted = experiment.evaluation
-    if wanted.zeroshot_data is None:
-        return
-    if not wanted.zeroshot_data.is_dir():
-        raise UserError(f"{experiment.path}: evaluate.zeroshot.data: there is no folder {wanted.zeroshot_data}")
-    names = list(READERS) if wanted.zeroshot_tasks == ("all",) else wanted.zeroshot_tasks
-    split = wanted.zeroshot_options.get("split")
-    try:
-        for_each_task(names, lambda name: READERS[name].read(wanted.zeroshot_data, split))
-    except UserError as error:
-        raise UserError(f"{experiment.path}: evaluate.zeroshot: {error}") from None
 
 
 def _train(
