@@ -165,11 +165,16 @@ def test_onnx(arch):
 
 @pytest.mark.parametrize("arch", ["gmlp_lm", "smlp", "smlp_partial", "gmlp_moe"])
 def test_gradients_of_each_sequence(arch):
-    module, ids = model(arch).eval(), tokens(3, 10, padded=False)
-    weights = {name: value.detach() for name, value in module.named_parameters()}
+    check_gradients_of_each_sequence(model(arch).eval())
+
+
+def check_gradients_of_each_sequence(module):
+    """Those of vmap over the sequences are those of each sequence alone, auxiliary losses included."""
+    ids, weights = tokens(3, 10, padded=False), {name: value.detach() for name, value in module.named_parameters()}
 
     def loss(weights, ids_n):
-        return outputs(lambda ids: functional_call(module, weights, (ids,)), ids_n[None])[0].sin().mean()
+        logits, aux_losses = outputs(lambda ids: functional_call(module, weights, (ids,)), ids_n[None])
+        return logits.sin().mean() + sum(aux_losses.values())
 
     together = vmap(grad(loss), in_dims=(None, 0))(weights, ids)
     for row, ids_n in enumerate(ids):
@@ -193,18 +198,8 @@ def test_gradients_of_each_sequence_in_training(arch, settings, monkeypatch):
     """Tokens that are dropped for want of capacity, or by chance, stay in vmap's fixed shapes with weight zero."""
     monkeypatch.setattr(torch, "rand_like", lambda value: torch.sin(value * 1e3).abs())  # chance that repeats itself
     heads = {"num_heads": 2} if arch != "gmlp_moe" else {}
-    module = randomise(smlp.build(arch, **SMALL, **SPARSE, **heads, **settings).to(torch.double)).train()
-    ids, weights = tokens(3, 10, padded=False), {name: value.detach() for name, value in module.named_parameters()}
-
-    def loss(weights, ids_n):
-        logits, aux_losses = outputs(lambda ids: functional_call(module, weights, (ids,)), ids_n[None])
-        return logits.sin().mean() + sum(aux_losses.values())
-
-    together = vmap(grad(loss), in_dims=(None, 0))(weights, ids)
-    for row, ids_n in enumerate(ids):
-        alone = torch.autograd.grad(loss(dict(module.named_parameters()), ids_n), list(module.parameters()))
-        for got, want in zip(together.values(), alone, strict=True):
-            torch.testing.assert_close(got[row], want, rtol=1e-9, atol=1e-11)
+    module = smlp.build(arch, **SMALL, **SPARSE, **heads, **settings).to(torch.double)
+    check_gradients_of_each_sequence(randomise(module).train())
 
 
 @pytest.mark.parametrize("arch", ["gmlp_lm", "dense_lm", "smlp", "smlp_partial", "base_lm", "gmlp_moe"])
