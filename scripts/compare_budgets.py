@@ -6,7 +6,8 @@ Each folder is of ``smlp compare run`` with the same models and another token bu
 figure, and prints a table: how much higher the perplexity of each model is than the baseline's, seed by seed, after
 each budget, and the learning rate, which has to be a good one for each. What a folder lacks is left out there.
 
-``--predict TOKENS`` also fits a line to the differences over the logarithm of the tokens, and reads it at TOKENS.
+``--subset test`` reads the scores on test instead of those on the first set that was scored. ``--predict TOKENS`` also
+fits a line to the differences over the logarithm of the tokens, and reads it at TOKENS.
 """
 
 from __future__ import annotations
@@ -74,16 +75,18 @@ def names_of(experiments: Sequence[Results], baseline: str) -> list[str]:
     return [baseline, *(name for name in names if name != baseline)]
 
 
-def measured(experiment: Results, name: str, baseline: str) -> tuple[Estimate | None, Cell | None]:
-    """Return a model's perplexity per token, and how much higher it is than the baseline's."""
-    model, other, subset = find(experiment, name), find(experiment, baseline), experiment.subsets[0]
+def measured(experiment: Results, name: str, baseline: str, subset: str | None) -> tuple[Estimate | None, Cell | None]:
+    """Return a model's perplexity per token, and how much higher it is than the baseline's; no subset is the first."""
+    model, other, subset = find(experiment, name), find(experiment, baseline), subset or experiment.subsets[0]
     if model is None:
         return None, None
     found = perplexity(experiment, model, subset, AFTER_PREFIX)
     return found, difference(experiment, model, other, subset)[1] if found and model is not other else None
 
 
-def write_table(experiments: Sequence[Results], names: Sequence[str], baseline: str, out: Path) -> str:
+def write_table(
+    experiments: Sequence[Results], names: Sequence[str], baseline: str, subset: str | None, out: Path
+) -> str:
     """Write ``budgets.csv``; return it as Markdown, shortened."""
     heads = [f"{tokens_of(experiment) / 1e6:.2f} M tokens" for experiment in experiments]
     lines = [f"| model | parameters (M) | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(heads)}"]
@@ -93,7 +96,7 @@ def write_table(experiments: Sequence[Results], names: Sequence[str], baseline: 
         for name in names:
             cells, parameters = [], 0.0
             for experiment in experiments:
-                found, against = measured(experiment, name, baseline)
+                found, against = measured(experiment, name, baseline, subset)
                 if found is None:
                     cells.append("–")
                     continue
@@ -108,7 +111,7 @@ def write_table(experiments: Sequence[Results], names: Sequence[str], baseline: 
     return "\n".join([*lines, f"| learning rate | | {' | '.join(', '.join(some) or '–' for some in rates)} |"])
 
 
-def fitted(experiments: Sequence[Results], name: str, baseline: str, tokens: float) -> str | None:
+def fitted(experiments: Sequence[Results], name: str, baseline: str, subset: str | None, tokens: float) -> str | None:
     """Fit how much higher a model's perplexity is than the baseline's, as a line over the logarithm of the tokens.
 
     Every seed of every budget is a point, and the line is that of least squares.
@@ -116,6 +119,7 @@ def fitted(experiments: Sequence[Results], name: str, baseline: str, tokens: flo
     Args:
         experiments: of at least two budgets.
         name, baseline: the models.
+        subset: whose scores; the first of each experiment by default.
         tokens: where the line is read.
 
     Returns:
@@ -127,7 +131,7 @@ def fitted(experiments: Sequence[Results], name: str, baseline: str, tokens: flo
     points = []
     for experiment in experiments:
         model, other = find(experiment, name), find(experiment, baseline)
-        logs = difference(experiment, model, other, experiment.subsets[0])[0] if model else None
+        logs = difference(experiment, model, other, subset or experiment.subsets[0])[0] if model else None
         points += [
             (math.log10(tokens_of(experiment) / tokens), value) for value in (logs.samples.values() if logs else ())
         ]
@@ -142,7 +146,7 @@ def fitted(experiments: Sequence[Results], name: str, baseline: str, tokens: flo
     return f"| {name} | {len(points)} | {' | '.join(cells)} |"
 
 
-def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, out: Path) -> None:
+def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, subset: str | None, out: Path) -> None:
     """Write ``budgets.png`` and ``.svg``."""
     widest = max(experiments, key=lambda experiment: len(experiment.models))
     looks = styles(widest.models, by_family=False)
@@ -161,7 +165,7 @@ def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, ou
         aside = _ASIDE ** (number - (len(names) - 2) / 2)
         points = []
         for experiment in experiments:
-            _, against = measured(experiment, name, baseline)
+            _, against = measured(experiment, name, baseline, subset)
             if against is not None and against.value is not None:
                 low = against.value if against.low is None else against.low
                 high = against.value if against.high is None else against.high
@@ -188,22 +192,28 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="OUT", help="folder of smlp compare run")
     parser.add_argument("--baseline", required=True, metavar="MODEL", help="compare all models with this one")
     parser.add_argument("--to", required=True, type=Path, metavar="DIR", help="folder for tables and figure")
+    parser.add_argument("--subset", metavar="NAME", help="whose scores (default: the first of each experiment)")
     parser.add_argument("--predict", type=float, metavar="TOKENS", help="also fit a line, and read it at TOKENS")
     args = parser.parse_args()
     if args.predict is not None and not 0 < args.predict < math.inf:
         raise UserError(f"--predict must be a positive number of tokens, got {args.predict}")
     check_folder(args.to, "--to", "tables and figure")
     experiments = in_order(args.folders)
-    names = names_of(experiments, args.baseline)
-    if not any(measured(experiment, args.baseline, args.baseline)[0] for experiment in experiments):
+    names, subset = names_of(experiments, args.baseline), args.subset
+    for experiment in experiments:
+        if subset not in (None, *experiment.subsets):
+            raise UserError(
+                f"--subset {subset}: the runs of {experiment.folder} scored {', '.join(experiment.subsets)}"
+            )
+    if not any(measured(experiment, args.baseline, args.baseline, subset)[0] for experiment in experiments):
         folders = ", ".join(str(experiment.folder) for experiment in experiments)
         raise UserError(f"--baseline {args.baseline}: no run of it has finished in {folders}")
     args.to.mkdir(parents=True, exist_ok=True)
-    table = write_table(experiments, names, args.baseline, args.to)
-    draw(experiments, names, args.baseline, args.to)
+    table = write_table(experiments, names, args.baseline, subset, args.to)
+    draw(experiments, names, args.baseline, subset, args.to)
     print(table)
     if args.predict is not None:
-        rows = [row for name in names[1:] if (row := fitted(experiments, name, args.baseline, args.predict))]
+        rows = [row for name in names[1:] if (row := fitted(experiments, name, args.baseline, subset, args.predict))]
         head = f"| model | runs | for ten times the tokens | at {args.predict:.3g} tokens |"
         print("\n".join(["", head, "|---|---:|---:|---:|", *rows]))
 

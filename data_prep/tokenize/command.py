@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         leave_out(counts, sample.num_drawn - len(sample.numbers))
         if not run.quiet and not args.encoder_json:
             print("learning from the sample ...", file=sys.stderr)
-        outputs, facts = _write(run.out, args, make, sample.lines)
+        outputs, facts = _write(run.out, args, make, sample.lines, counts)
         results = [PartResult(outputs, Counts()), *(replace(result, outputs=[]) for result in done.results)]
         write_manifest(run.out, "tokenizer", settings, done.inputs, results, facts, counts)
     manifest = read_manifest(run.out, "tokenizer")
@@ -153,11 +153,13 @@ def _write(
     args: argparse.Namespace,
     make: Callable[[Iterator[str]], dict[str, bytes]],
     lines: Callable[[], Iterator[str]],
+    counts: Counts,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Train, write the files and measure; return what was written, and facts for the manifest."""
     (out / MANIFEST).unlink(missing_ok=True)
     if next(lines(), None) is None:
-        raise UserError(f"{', '.join(map(str, args.inputs))}: no line of text to build a vocabulary from")
+        dropped = "".join(f"; dropped: {number:,} {reason}" for reason, number in counts.dropped.most_common())
+        raise UserError(f"{', '.join(map(str, args.inputs))}: no line of text to build a vocabulary from{dropped}")
     files = make(lines())
     if ENCODER_JSON in files:  # dict.txt has the ids as symbols
         symbols = [str(number) for number in range(len(json.loads(files[ENCODER_JSON])))]

@@ -213,6 +213,9 @@ def test_a_small_text_gives_a_smaller_vocabulary_and_no_text_none(corpus, tmp_pa
     (corpus / "b.jsonl").write_text("")
     assert learn("--in", corpus, "--out", tmp_path / "none") == 1
     assert "no line of text to build a vocabulary from" in capsys.readouterr().err
+    (corpus / "a.jsonl").write_text(json.dumps({"text": "word " * 300}) + "\n")
+    assert learn("--in", corpus, "--out", tmp_path / "long", "--max-document-bytes", 1000) == 1
+    assert "to build a vocabulary from; dropped: 1 longer than 1,000 bytes" in capsys.readouterr().err
     with pytest.raises(UserError, match="no line of text"):
         train_sentencepiece(["", ""], 10)
 

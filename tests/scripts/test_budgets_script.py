@@ -89,6 +89,27 @@ def test_what_cannot_be_compared_is_refused(run, tmp_path):
         run(tmp_path / "nothing")
 
 
+def test_scores_of_another_subset(run, tmp_path):
+    folder = write_experiment(tmp_path / "one")
+    for path in folder.glob("runs/*/scores.json"):
+        scores = json.loads(path.read_text())
+        scores["subsets"]["test"] = scores["subsets"]["valid"] | {
+            "nll_after_prefix": 3.0 + 0.1 * path.parent.name.startswith("Switch")
+        }
+        path.write_text(json.dumps(scores))
+    settings = json.loads((folder / "experiment.json").read_text())
+    settings["evaluation_subsets"] = ["valid", "test"]
+    (folder / "experiment.json").write_text(json.dumps(settings))
+    on_valid, on_test = (run(folder, options=options) for options in ((), ("--subset", "test")))
+    differences = [
+        next(float(row["difference_percent"]) for row in rows if row["model"] == "Switch")
+        for rows in (on_valid, on_test)
+    ]
+    assert differences == pytest.approx([100 * (2**-0.1 - 1), 100 * math.expm1(0.1)])
+    with pytest.raises(smlp.UserError, match=r"--subset train: the runs of .*one scored valid, test"):
+        run(folder, options=("--subset", "train"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
