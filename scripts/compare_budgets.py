@@ -150,7 +150,7 @@ def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, su
     """Write ``budgets.png`` and ``.svg``."""
     widest = max(experiments, key=lambda experiment: len(experiment.models))
     looks = styles(widest.models, by_family=False)
-    figure = new_figure(7.5, 4.6, f"Perplexity against {baseline}'s after each budget: lower is better")
+    figure = new_figure(7.5, 4.6, f"Perplexity against that of {baseline} after each budget: lower is better")
     axes = figure.subplots()
     axes.axhline(0, color="0.3", linewidth=1)
     axes.annotate(
@@ -158,6 +158,7 @@ def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, su
         (tokens_of(experiments[-1]), 0),
         xytext=(0, -10),
         textcoords="offset points",
+        ha="right",
         fontsize=8,
         parse_math=False,
     )
@@ -179,7 +180,7 @@ def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, su
     axes.set_xticks(ticks, [f"{tokens / 1e6:.2g} M" for tokens in ticks])
     axes.minorticks_off()
     axes.set_xlabel("tokens of training")
-    axes.set_ylabel(f"perplexity above {baseline}'s (%)", parse_math=False)
+    axes.set_ylabel(f"perplexity above that of {baseline} (%)", parse_math=False)
     axes.grid(alpha=0.3, linewidth=0.6)
     legend(axes, fontsize=8)
     for ending in FORMATS:
