@@ -89,6 +89,8 @@ WRONG_STATES: dict[str, tuple[list[str | int], object]] = {
     "moment": (["last_optimizer_state", "state", 1, "exp_avg"], None),
     "exp_avg": (["last_optimizer_state", "state", 1, "exp_avg"], torch.zeros(3)),
     "step": (["last_optimizer_state", "state", 1, "step"], "six"),
+    "betas": (["last_optimizer_state", "param_groups", 0, "betas"], "low"),
+    "eps": (["last_optimizer_state", "param_groups", 0, "eps"], None),
     "best": (["extra_state", "best"], "low"),
     "metrics": (["extra_state", "metrics"], "junk"),
     "extra_state": (["extra_state"], None),
@@ -311,6 +313,20 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         None,
         ["--optimizer-overrides must be a dictionary of numbers"],
     ),
+    **{
+        f"overrides {given}": (
+            "train",
+            [*TRAIN, "--restore-file", "{root}/corrupted_last/checkpoint_best.pt", "--optimizer-overrides", given],
+            None,
+            ["--optimizer-overrides", said],
+        )
+        for given, said in {
+            "{{'betas': (2, 3)}}": "betas of the optimizer is (2, 3), which must be from 0 to below 1",
+            "{{'weight_decay': -1}}": "weight_decay of the optimizer is -1, which must be at least 0",
+            "{{'weigth_decay': 1}}": "names 'weigth_decay', and the optimizer has",
+            "{{'amsgrad': True}}": "amsgrad of the optimizer is True, not False",
+        }.items()
+    },
     "another schedule": (
         "train",
         [
@@ -438,17 +454,26 @@ def test_bad_input_is_one_clear_sentence(refused, name: str) -> None:
         assert part in sentence
 
 
-def test_a_parameter_without_moments_is_named(tiny_run, tiny_data: Path, tmp_path: Path, run_fairseq_many) -> None:
-    """It may be one that was never trained: the run goes on."""
+def test_missing_moments_are_named(tiny_run, tiny_data: Path, tmp_path: Path, run_fairseq_many) -> None:
+    """A parameter without any may be one that was never trained, and all are missing where they were not saved."""
     state = torch.load(tiny_run[0] / "checkpoint_best.pt")
     del state["last_optimizer_state"]["state"][1]
     torch.save(state, tmp_path / "less.pt")
-    args = [tiny_data, "--user-dir", USER_DIR, *TINY_LM, "--max-update", "5", "--save-dir", tmp_path / "save"]
-    (run,) = run_fairseq_many([{"tool": "train", "args": [*args, "--restore-file", tmp_path / "less.pt"]}])
-    assert run.rc == 0, run.stderr
-    assert re.search(
-        r"less\.pt has no optimizer state for 1 of \d+ parameters, decoder\.\S+: their moments", run.stdout
+    del state["last_optimizer_state"]
+    torch.save(state, tmp_path / "none.pt")
+    args = [tiny_data, "--user-dir", USER_DIR, *TINY_LM, "--max-update", "5"]
+    less, none, weights = run_fairseq_many(
+        [
+            {"tool": "train", "args": [*args, "--no-save", "--restore-file", tmp_path / f"{name}.pt", *more]}
+            for name, *more in (("less",), ("none",), ("none", "--reset-optimizer"))
+        ]
     )
+    assert [run.rc for run in (less, none, weights)] == [0] * 3, str(less) + str(none) + str(weights)
+    assert re.search(
+        r"less\.pt has no optimizer state for 1 of \d+ parameters, decoder\.\S+: their moments", less.stdout
+    )
+    lost = r"none\.pt was written after \d+ updates without the optimizer's state: .* begin with update 0"
+    assert re.search(lost, none.stdout) and not re.search(lost, weights.stdout + less.stdout)
 
 
 HYDRA = """common.user_dir={user_dir} task=language_modeling task.data={data} +model._name=smlp +model.embed_dim=8
