@@ -21,9 +21,10 @@ from running import TINY_LM, USER_DIR, Finished
 from smlp import files
 from smlp.cli.train import prepare
 from smlp.errors import UserError
-from smlp.fairseq_compat.data import check_dictionary, check_split, check_text
+from smlp.fairseq_compat.data import check_dictionary, check_folders, check_split, check_text
 from smlp.fairseq_compat.loading import check_dictionary_of, check_file, check_restore_file
 from smlp.files import locked
+from smlp.text.tokenizer_files import Vocabulary
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(720)]
 
@@ -632,6 +633,29 @@ def test_a_malformed_dictionary_is_named(broken: Path, tiny_data: Path) -> None:
     check_dictionary(tiny_data)
     with pytest.raises(UserError, match=r"dict\.txt, line 2: .*'no-count'"):
         check_dictionary(broken / "bad_dict")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("a 1\nb １\n", r"line 2: expected '(?i:symbol count)', .* 'b １'"), ("\ufeffa 1\nb 1\n", "byte-order mark")],
+)
+def test_training_reads_dictionaries_as_everything_else(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "dict.txt").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=said):
+        check_dictionary(tmp_path)
+    with pytest.raises(UserError, match=said):
+        Vocabulary.load(tmp_path / "dict.txt")
+
+
+def test_all_shards_have_one_dictionary(tmp_path: Path) -> None:
+    contents = ("a 3\nb 2\n", "a 9\nb 2\n", "a 9\n", "a 3\nc 2\n")  # counts may differ, and the end may be missing
+    folders = [tmp_path / name for name in "0123"]
+    for folder, content in zip(folders, contents, strict=True):
+        folder.mkdir()
+        (folder / "dict.txt").write_text(content)
+    check_folders(folders[:3])
+    with pytest.raises(UserError, match=r"3/dict.txt differs from .*0/dict.txt from line 2 on \('c' there, 'b' here\)"):
+        check_folders(folders)
 
 
 def test_a_count_is_a_number_that_can_be_held(tmp_path: Path) -> None:
