@@ -300,6 +300,13 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         None,
         ["--combine-valid-subsets reads valid, valid1"],
     ),
+    "split without a name": (
+        "train",
+        [*TRAIN, "--valid-subset", "valid,,test"],
+        None,
+        ["--valid-subset 'valid,,test' na"],
+    ),
+    "training on no split": ("train", [*TRAIN, "--train-subset", ""], None, ["--train-subset '' names no split"]),
     "more to validate on": (
         "train",
         TRAIN,
