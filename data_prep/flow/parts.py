@@ -161,8 +161,9 @@ def plan_parts(
 def unique_name(name: str, names: set[str]) -> str:
     """Return ``name``, or ``name+2`` and so on if it is among ``names``, to which the result is added.
 
-    A name that is too long for a file is cut and given a checksum.
+    A name that is too long for a file is cut and given a checksum; line ends in it become spaces.
     """
+    name = name.replace("\n", " ").replace("\r", " ")
     if len(os.fsencode(name)) > _NAME_BYTES:
         digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
         name = f"{os.fsencode(name)[:_NAME_BYTES].decode('utf-8', 'ignore')}-{digest}"

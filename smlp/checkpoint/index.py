@@ -174,7 +174,7 @@ def remove_unused_parts(save_dir: str | Path) -> None:
     used = set()
     for checkpoint in save_dir.glob("*.pt"):
         try:
-            used |= _folders(checkpoint)
+            used |= folders_of_parts(checkpoint)
         except Exception as error:  # unpickling arbitrary bytes can raise anything
             logger.warning(f"unused files of experts are kept: {checkpoint} cannot be read ({type(error).__name__})")
             return
@@ -182,7 +182,23 @@ def remove_unused_parts(save_dir: str | Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _folders(checkpoint: Path) -> set[Path]:
+def remove_replaced_parts(target: Path, before: set[Path]) -> None:
+    """Delete the parts of a checkpoint that was written over, unless another one in its folder refers to them.
+
+    Args:
+        target: the new checkpoint.
+        before: :func:`folders_of_parts` of the older one.
+    """
+    try:
+        used = set().union(*(folders_of_parts(checkpoint) for checkpoint in target.parent.glob("*.pt")))
+    except Exception:  # unpickling arbitrary bytes can raise anything: one of them may refer to the parts
+        return
+    present = set((target.parent / PARTS_FOLDER).glob("update_*"))  # an index may name any folder
+    for folder in before & present - used:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def folders_of_parts(checkpoint: Path) -> set[Path]:
     """Return the folders that hold the parts of a checkpoint."""
     state = read_structure(checkpoint)  # torch.load would not notice a damaged index
     index = state.get(INDEX_KEY) if isinstance(state, dict) else None

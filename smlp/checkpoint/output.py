@@ -16,8 +16,10 @@ from smlp.checkpoint.index import (
     PARTS_FOLDER,
     ExpertIndex,
     describe_tensors,
+    folders_of_parts,
     new_token,
     part_file,
+    remove_replaced_parts,
     size_problem,
 )
 from smlp.checkpoint.lazy import are_equal, mean, rows_of
@@ -89,6 +91,9 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
         raise UserError(f"{target} must end in .pt, as checkpoints of fairseq do")
     _check_optimizer(checkpoint)
     check_beside(checkpoint.files, target.parent)
+    before: set[Path] = set()
+    with contextlib.suppress(Exception):  # nothing lies there, or it is no checkpoint
+        before = folders_of_parts(target)
     state = _copied(checkpoint.state)
     positions, token, size = checkpoint.positions, new_token(), num_experts // num_parts
     tensors = detach(state, names, positions)
@@ -120,6 +125,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
     for part in parts:
         if problem := size_problem(target, part):
             raise UserError(f"{problem}; if a run is training in {target.parent}, write to another folder")
+    remove_replaced_parts(target, before)
 
 
 def _check_optimizer(checkpoint: Checkpoint) -> None:

@@ -1,14 +1,18 @@
-"""End the thread that reads batches ahead when its batches are no longer needed."""
+"""End threads that read batches ahead when these are no longer needed, and processes that cannot pass theirs on."""
 
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from multiprocessing.queues import Queue
 from typing import Any
+
+from torch.utils.data._utils import signal_handling
 
 
 def apply() -> None:
@@ -17,6 +21,9 @@ def apply() -> None:
     The thread of a loop that is left early, as every validation with ``--max-valid-steps`` is, otherwise waits for
     ever for room in its buffer. It keeps the batches there, each with open files of shared memory, until the process
     has no more descriptors. It also reads from the same data loader as the thread of the next validation.
+
+    A worker of a data loader that cannot pass a batch, as without room in /dev/shm, ends. It would only print the
+    error, and training would wait for that batch for ever.
     """
     from fairseq.data.iterators import BufferedIterator
 
@@ -30,6 +37,21 @@ def apply() -> None:
 
     BufferedIterator._create_consumer = create_consumer
     BufferedIterator.__del__ = _stop_reading
+
+    set_worker_handlers = signal_handling._set_worker_signal_handlers
+
+    @functools.wraps(set_worker_handlers)
+    def begin_worker() -> None:
+        set_worker_handlers()
+        Queue._on_queue_feeder_error = staticmethod(_end_worker)
+
+    signal_handling._set_worker_signal_handlers = begin_worker
+
+
+def _end_worker(error: Exception, batch: Any) -> None:
+    with suppress(OSError):
+        print(f"a process that reads batches cannot pass them on: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _until(is_dropped: threading.Event, source: Iterable[Any]) -> Iterator[Any]:

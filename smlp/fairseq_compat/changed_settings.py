@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import math
 from argparse import Namespace
 from contextlib import nullcontext
 from typing import Any
@@ -68,6 +69,46 @@ def constants(optimizer: Any) -> dict[str, Any]:
     group = optimizer.param_groups[0]
     numbers = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()}
+
+
+def check_constants(filename: str, trainer: Any, asked: dict[str, Any]) -> None:
+    """Refuse constants of the optimizer, from a checkpoint or ``--optimizer-overrides``, with which it cannot work.
+
+    Args:
+        filename: of the checkpoint.
+        trainer: that has loaded it.
+        asked: :func:`constants` before loading.
+
+    Raises:
+        UserError: a constant is missing, of another kind or out of range, or an override names none.
+    """
+    overrides = ast.literal_eval(trainer.cfg.checkpoint.optimizer_overrides)
+    known = {"lr", *asked}
+    unknown = next((name for name in overrides if name not in known), None)
+    if unknown is not None:
+        raise UserError(f"--optimizer-overrides names {unknown!r}, and the optimizer has {', '.join(sorted(known))}")
+    for group in trainer.optimizer.param_groups:
+        for name, value in asked.items():
+            problem = _problem_of(name, group.get(name), value)
+            if problem is not None:
+                origin = "--optimizer-overrides" if name in overrides else f"{filename} is damaged"
+                raise UserError(f"{origin}: {name} of the optimizer is {group.get(name)!r:.60}, {problem}")
+
+
+def _problem_of(name: str, loaded: Any, asked: Any) -> str | None:
+    """Return what is wrong with a constant that was loaded; None if nothing is."""
+    numbers, example = ([*some] if isinstance(some, (list, tuple)) else [some] for some in (loaded, asked))
+    if isinstance(asked, bool):
+        return f"not {asked}" if not isinstance(loaded, bool) or (name == "amsgrad" and loaded != asked) else None
+    if not all(isinstance(number, (int, float)) for number in example):
+        return None
+    if len(numbers) != len(example) or not all(isinstance(number, (int, float)) for number in numbers):
+        return f"which must be like {asked}"
+    if not all(map(math.isfinite, numbers)):
+        return "which must be finite"
+    if name == "betas" and not all(0 <= number < 1 for number in numbers):
+        return "which must be from 0 to below 1"
+    return "which must be at least 0" if name in ("eps", "weight_decay") and min(numbers) < 0 else None
 
 
 def compare_optimizers(filename: str, trainer: Any, asked: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import copy
 import functools
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from smlp.text.binarized import (
     open_data_file,
     open_tokens,
 )
+from smlp.text.tokenizer_files import SPECIAL_SYMBOLS, Vocabulary, check_mark
 
 #: bytes up to which a .bin file is read whole before training: 500 million tokens of two bytes take 0.1 s for their ids
 #: and 1 s for their SHA-256 once they are read. Larger files are checked batch by batch.
@@ -50,10 +51,7 @@ def apply() -> None:
     @functools.wraps(setup_dictionary)
     def checked_setup_dictionary(cls: type, args: Any, **kw: Any) -> Any:
         if args.data:
-            folders = utils.split_paths(args.data)
-            check_dictionary(folders[0])
-            for folder in folders:
-                check_folder(folder)
+            check_folders(utils.split_paths(args.data))
         return setup_dictionary(cls, args, **kw)
 
     @functools.wraps(load_dataset)
@@ -68,9 +66,7 @@ def apply() -> None:
 
     @functools.wraps(load_dict)
     def checked_load_dict(cls: type, cfg: Any) -> Any:
-        for folder in utils.split_paths(cfg.data):
-            check_folder(folder)
-        check_dictionary(utils.split_paths(cfg.data)[0])
+        check_folders(utils.split_paths(cfg.data))
         return load_dict(cls, cfg)
 
     @functools.wraps(load_dataset_split)
@@ -153,6 +149,29 @@ def check_folder(directory: str | Path) -> None:
         raise UserError(f"the data directory {directory} cannot be read: {error.strerror}") from error
 
 
+def check_folders(directories: Sequence[str | Path]) -> None:
+    """Check the data directories of a run, all of whose ids stand for symbols of the first one's dictionary.
+
+    Raises:
+        UserError: as :func:`check_folder` and :func:`check_dictionary`, or another directory has a dictionary that
+            gives an id to another symbol.
+    """
+    for directory in directories:
+        check_folder(directory)
+    check_dictionary(directories[0])
+    ours = Path(directories[0]) / "dict.txt"
+    for theirs in (Path(directory) / "dict.txt" for directory in directories[1:]):
+        if not theirs.is_file() or theirs.read_bytes() == ours.read_bytes():
+            continue
+        pairs = zip(Vocabulary.load(ours).symbols, Vocabulary.load(theirs).symbols, strict=False)
+        other = next(((place, *pair) for place, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+        if other is not None:
+            raise UserError(
+                f"{theirs} differs from {ours} from line {other[0] - len(SPECIAL_SYMBOLS) + 1} on ({other[2]!r} there, "
+                f"{other[1]!r} here): binarise all data with one dictionary"
+            )
+
+
 def check_dictionary(directory: str | Path) -> None:
     """Raise ``UserError`` if a data directory or its ``dict.txt`` is missing or unreadable, or the latter is empty,
     malformed, not what its manifest says, or has a symbol twice."""
@@ -167,7 +186,9 @@ def check_dictionary(directory: str | Path) -> None:
             # "SYMBOL COUNT", optionally with fairseq's flag
             entry = line.rstrip().removesuffix(_OVERWRITE)
             symbol, _, count = entry.rpartition(" ")
-            if not count.isdecimal() or len(count) > _MOST_DIGITS or " " not in entry:
+            if number == 1:
+                check_mark(path, symbol)
+            if not (count.isascii() and count.isdigit()) or len(count) > _MOST_DIGITS or " " not in entry:
                 raise UserError(f"{path}, line {number}: expected 'SYMBOL COUNT', found {line.rstrip()[:40]!r}")
             if symbol in lines_of and not line.rstrip().endswith(_OVERWRITE):
                 raise UserError(f"{path}, line {number}: the symbol {symbol!r} occurs already in {lines_of[symbol]}")

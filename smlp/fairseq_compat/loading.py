@@ -182,6 +182,16 @@ def check_moments(path: str, trainer: Any) -> None:
         )
 
 
+def warn_of_lost_updates(path: str, trainer: Any) -> None:
+    """Warn of a checkpoint without the optimizer's state, after which fairseq counts updates from 0."""
+    then, now = trainer._optim_history[-1]["num_updates"], trainer.get_num_updates()
+    if then != now and trainer.is_data_parallel_master:
+        logger.warning(
+            f"{path} was written after {then:,} updates without the optimizer's state: moments, the schedule and "
+            f"--max-update begin with update {now}"
+        )
+
+
 def check_arch_of(state: Mapping[str, Any], path: str) -> None:
     """Refuse a checkpoint of an architecture that a plugin registered, where the plugin is missing.
 

@@ -137,6 +137,9 @@ def _check_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
         )
     if getattr(distributed, "pipeline_model_parallel", False):
         raise UserError("--pipeline-model-parallel is for fairseq's pipelines of translation models: leave it out")
+    for option, given in (("--train-subset", cfg.dataset.train_subset), ("--valid-subset", cfg.dataset.valid_subset)):
+        if not all(map(str.strip, given.split(","))):
+            raise UserError(f"{option} {given!r} names no split of the data in one place")
     if cfg.dataset.combine_valid_subsets and cfg.dataset.valid_subset != "valid":
         raise UserError(
             f"--combine-valid-subsets reads valid, valid1, ... as one: leave out --valid-subset "

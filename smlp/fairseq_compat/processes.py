@@ -49,6 +49,11 @@ def apply() -> None:
                 with stoppable(cfg):
                     call_main(cfg, main, **kwargs)
             except RuntimeError as error:
+                if str(error).startswith("DataLoader worker"):
+                    raise UserError(
+                        f"a process that reads batches has ended ({error}): it may lack memory, room in /dev/shm or "
+                        "open files; --num-workers 0 reads batches in the training process"
+                    ) from error
                 lost = None if isinstance(error, ParallelError) else lost_rank(error, cfg.distributed_training)
                 if lost is None:
                     raise

@@ -34,14 +34,15 @@ logger = logging.getLogger(__name__)
 DIGEST = "data_digest"
 _PRIME = (1 << 31) - 1
 _BASE = 1_103_515_245  # any large number below the prime
+_STARTS = (b'{"update"', b'{"start"')  # of the first line: of an update, or of an environment
 
 
 class Journal:
     """A file of JSON lines, one for each reported update, in order and without repetition after training resumes.
 
     Opening it drops damaged lines and lines of updates after the one that training resumes from, which a run wrote
-    between its last checkpoint and its end. If the file cannot be written, a warning is logged once and training
-    continues.
+    between its last checkpoint and its end. If the file cannot be written, or is of another kind, a warning is logged
+    once and training continues.
 
     Args:
         path: of the file; its folder is made.
@@ -56,6 +57,7 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 text = regular_file(path).read_bytes()
+                _check_kind(path, str(path))
                 kept = b"".join(line for line in text.splitlines(keepends=True) if _is_up_to(line, num_updates))
                 if kept != text:
                     write_whole(path, kept)
@@ -104,12 +106,38 @@ class UpdateRecord:
 
 
 def check_record(path: Path, option: str) -> None:
-    """Raise ``UserError`` if the file that an option names cannot be written; its folder is made."""
+    """Raise ``UserError`` if the file that an option names cannot be written, or is no record; its folder is made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{option} {path} cannot be written: {error.strerror}") from None
     check_writable(path, option)
+    if path.exists():
+        _check_kind(regular_file(path), f"{option} {path}")
+
+
+def check_own_files(paths: Mapping[str, str | Path | None]) -> None:
+    """Refuse one file for two records, each of which would drop lines of the other.
+
+    Args:
+        paths: by option; None for one that is not given.
+
+    Raises:
+        UserError: the message names both options.
+    """
+    seen: dict[Path, str] = {}
+    for option, path in paths.items():
+        other = option if path is None else seen.setdefault(Path(path).resolve(), option)
+        if other != option:
+            raise UserError(f"{other} and {option} both name {path}: give each record a file of its own")
+
+
+def _check_kind(path: Path, named: str) -> None:
+    """Refuse a file that begins unlike a record: its lines would be lost."""
+    with path.open("rb") as file:
+        start = file.read(max(map(len, _STARTS)))
+    if not any(start.startswith(known) or known.startswith(start) for known in _STARTS):
+        raise UserError(f"{named}: a file of another kind exists already: name another one")
 
 
 def digest_of(logging_outputs: Iterable[Mapping[str, Any]]) -> int:

@@ -22,17 +22,25 @@ from torch import Tensor, nn
 
 from smlp.criterions.choice import check_criterion
 from smlp.fairseq_compat.batches import batch_seeds, real_batches_last, seed_generators
-from smlp.fairseq_compat.changed_settings import compare_optimizers, compare_with, constants
+from smlp.fairseq_compat.changed_settings import check_constants, compare_optimizers, compare_with, constants
 from smlp.fairseq_compat.core import core_of
 from smlp.fairseq_compat.data import check_ids
 from smlp.fairseq_compat.divergence import diverged
 from smlp.fairseq_compat.expert_saving import ExpertSaving
 from smlp.fairseq_compat.experts import adapt_optimizer, experts_of, norm_with_experts
-from smlp.fairseq_compat.loading import check_moments, check_seen_by_all, said_in_one_sentence
+from smlp.fairseq_compat.loading import check_moments, check_seen_by_all, said_in_one_sentence, warn_of_lost_updates
 from smlp.fairseq_compat.needs import check_best_metric
 from smlp.fairseq_compat.parameter_groups import divide_steps
 from smlp.fairseq_compat.profiling import UpdateProfiler
-from smlp.fairseq_compat.records import DIGEST, UpdateRecord, check_record, digest, digest_of, write_environment
+from smlp.fairseq_compat.records import (
+    DIGEST,
+    UpdateRecord,
+    check_own_files,
+    check_record,
+    digest,
+    digest_of,
+    write_environment,
+)
 from smlp.fairseq_compat.settings import check_half_precision, check_settings
 from smlp.fairseq_compat.speed import FLOPS, DataClock, log_speed, measured_rate, model_flops
 from smlp.fairseq_compat.startup import keep_freed_memory
@@ -40,6 +48,8 @@ from smlp.fairseq_compat.stopping import leave_if_asked, stop_signals
 from smlp.parallel.spans import REDUCTION, span
 
 logger = logging.getLogger(__name__)
+
+_RECORDS = ("data_order_file", "update_times_file", "environment_file")
 
 
 def apply() -> None:
@@ -106,9 +116,13 @@ class SparseTrainer(Trainer):
     def _prepare_options(self) -> None:
         """Prepare what the options of the model ask for: records, a profile, compiled blocks."""
         options = self.cfg.model
-        for name in ("data_order_file", "update_times_file", "environment_file"):
-            if getattr(options, name, None) is not None and self.data_parallel_rank == 0:
-                check_record(Path(getattr(options, name)), f"--{name.replace('_', '-')}")
+        if self.data_parallel_rank == 0:
+            named = {f"--{name.replace('_', '-')}": getattr(options, name, None) for name in _RECORDS}
+            named["--router-health-file"] = getattr(self.cfg.criterion, "router_health_file", None)
+            for option, path in named.items():
+                if path is not None:
+                    check_record(Path(path), option)
+            check_own_files(named | {"--router-health-file": getattr(self._criterion, "health_path", None)})
         if getattr(options, "data_order_file", None) is not None:
             self.data_order = UpdateRecord(options.data_order_file, "record of the data's order")
         if getattr(options, "update_times_file", None) is not None:
@@ -129,9 +143,9 @@ class SparseTrainer(Trainer):
             adapt_optimizer(self._optimizer, model, model.experts)
             learnt = [p for p in (*self.model.parameters(), *self.criterion.parameters()) if p.requires_grad]
             divide_steps(self._optimizer, self.core, learnt, self.cfg.model)
-            self._asked_of_optimizer = constants(self._optimizer)
+        self._asked_of_optimizer = constants(self._optimizer)
 
-    def load_checkpoint(self, filename: str, *rest: Any, **kw: Any) -> Any:
+    def load_checkpoint(self, filename: str, reset_optimizer: bool = False, *rest: Any, **kw: Any) -> Any:
         """Load any checkpoint on any layout; say what this run does differently from the one that wrote it.
 
         Raises:
@@ -140,8 +154,11 @@ class SparseTrainer(Trainer):
         if self.data_parallel_world_size > 1:
             check_seen_by_all(filename)
         with said_in_one_sentence(filename):
-            extra_state = super().load_checkpoint(filename, *rest, **kw)
+            extra_state = super().load_checkpoint(filename, reset_optimizer, *rest, **kw)
+        if extra_state is not None and not reset_optimizer:
+            warn_of_lost_updates(filename, self)
         if self._optimizer is not None:
+            check_constants(filename, self, self._asked_of_optimizer)
             check_moments(filename, self)
         if self.core is not None and extra_state is not None:
             compare_with(filename, self, self.core.config)

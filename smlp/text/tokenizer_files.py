@@ -64,11 +64,19 @@ class Vocabulary:
             fields = line.removesuffix(_OVERWRITE).rsplit(" ", 1)
             if len(fields) != 2 or not (fields[1].isascii() and fields[1].isdigit()):
                 raise UserError(f"dictionary {path}, line {number}: expected 'symbol count', got {line[:100]!r}")
+            if number == 1:
+                check_mark(path, fields[0])
             if fields[0] in seen and not line.endswith(_OVERWRITE):
                 raise UserError(f"dictionary {path}, line {number}: the symbol {fields[0][:100]!r} occurs twice")
             seen.add(fields[0])
             symbols.append(fields[0])
         return cls(symbols)
+
+
+def check_mark(path: str | Path, first: str) -> None:
+    """Refuse a dictionary whose first symbol begins with a byte-order mark, which editors write: no text has it."""
+    if first.startswith("\ufeff") and first != "\ufeff":
+        raise UserError(f"dictionary {path} begins with a byte-order mark (U+FEFF): save it as UTF-8 without one")
 
 
 def find_tokenizer(folders: Sequence[Path]) -> Path | None:

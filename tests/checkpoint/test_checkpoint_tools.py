@@ -201,6 +201,11 @@ def test_force_writes_over_and_no_optimizer_leaves_it_out(whole: Path, tmp_path:
     assert command("split", whole, "-o", target, "--force", "--no-optimizer", "--parts", 2) == 0
     keys = torch.load(next(tmp_path.glob("experts/*/experts_0-1.pt")), weights_only=True)["tensors"]
     assert keys and all(key.startswith("model/") for key in keys)
+    (tmp_path / "y.pt").write_bytes(target.read_bytes())
+    for parts, folders in ((4, 2), (2, 2), (4, 2)):  # those of y.pt stay, and the newest of x.pt
+        assert command("split", whole, "-o", target, "--force", "--parts", parts) == 0
+        assert len(list(tmp_path.glob("experts/*"))) == folders
+    assert command("verify", tmp_path / "y.pt", target) == 0
 
 
 MEASURED = """

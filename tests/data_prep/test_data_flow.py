@@ -181,11 +181,13 @@ def test_parts_have_names_of_their_own(tmp_path):
         ".git/b.txt",
         "x/note.md",
         "y/removed.jsonl.gz",
+        "z/a\nb.txt",
+        "z/a b.txt",
     ]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
     parts = plan_parts(find_files([tmp_path], [".txt", ".jsonl"]))
-    assert [part.name for part in parts] == ["x--a", "x--a+2", "y--a", "y--removed"]
+    assert [part.name for part in parts] == ["x--a", "x--a+2", "y--a", "y--removed", "z--a b", "z--a b+2"]
     with pytest.raises(UserError, match="read twice"):
         find_files([tmp_path, tmp_path / "x" / "a.txt"], [".txt"])
     with pytest.raises(UserError, match=r"holds no file that ends in \.parquet"):

@@ -403,6 +403,17 @@ def test_mistakes_in_a_task_of_ones_own_are_one_sentence(path, data, tmp_path, c
     assert f"cannot read the tasks in {tmp_path} (" in error.splitlines()[-1] and "Traceback" not in error
 
 
+def test_a_definition_that_is_no_yaml_is_named(path, tmp_path, monkeypatch, capsys):
+    """The harness passes over it."""
+    module = importlib.import_module("smlp.evaluation.lm_eval.evaluate")
+    read = module._tasks_in
+    monkeypatch.setattr(module, "_tasks_in", lambda paths, include_defaults: read(paths, False))  # not its thousands
+    (tmp_path / "mine.yaml").write_text("task: mine\n  x: [")
+    assert lm_eval(path, "--tasks", "mine", "--include-path", tmp_path) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{tmp_path}/mine.yaml cannot be read: mapping values are not allowed here" in error and "line 2" in error
+
+
 def test_files_that_the_harness_cannot_read_are_one_sentence(path, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("no JSON\n")
     definition = {

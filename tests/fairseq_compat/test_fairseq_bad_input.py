@@ -21,9 +21,10 @@ from running import TINY_LM, USER_DIR, Finished
 from smlp import files
 from smlp.cli.train import prepare
 from smlp.errors import UserError
-from smlp.fairseq_compat.data import check_dictionary, check_split, check_text
+from smlp.fairseq_compat.data import check_dictionary, check_folders, check_split, check_text
 from smlp.fairseq_compat.loading import check_dictionary_of, check_file, check_restore_file
 from smlp.files import locked
+from smlp.text.tokenizer_files import Vocabulary
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(720)]
 
@@ -89,6 +90,8 @@ WRONG_STATES: dict[str, tuple[list[str | int], object]] = {
     "moment": (["last_optimizer_state", "state", 1, "exp_avg"], None),
     "exp_avg": (["last_optimizer_state", "state", 1, "exp_avg"], torch.zeros(3)),
     "step": (["last_optimizer_state", "state", 1, "step"], "six"),
+    "betas": (["last_optimizer_state", "param_groups", 0, "betas"], "low"),
+    "eps": (["last_optimizer_state", "param_groups", 0, "eps"], None),
     "best": (["extra_state", "best"], "low"),
     "metrics": (["extra_state", "metrics"], "junk"),
     "extra_state": (["extra_state"], None),
@@ -297,6 +300,13 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         None,
         ["--combine-valid-subsets reads valid, valid1"],
     ),
+    "split without a name": (
+        "train",
+        [*TRAIN, "--valid-subset", "valid,,test"],
+        None,
+        ["--valid-subset 'valid,,test' na"],
+    ),
+    "training on no split": ("train", [*TRAIN, "--train-subset", ""], None, ["--train-subset '' names no split"]),
     "more to validate on": (
         "train",
         TRAIN,
@@ -311,6 +321,20 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         None,
         ["--optimizer-overrides must be a dictionary of numbers"],
     ),
+    **{
+        f"overrides {given}": (
+            "train",
+            [*TRAIN, "--restore-file", "{root}/corrupted_last/checkpoint_best.pt", "--optimizer-overrides", given],
+            None,
+            ["--optimizer-overrides", said],
+        )
+        for given, said in {
+            "{{'betas': (2, 3)}}": "betas of the optimizer is (2, 3), which must be from 0 to below 1",
+            "{{'weight_decay': -1}}": "weight_decay of the optimizer is -1, which must be at least 0",
+            "{{'weigth_decay': 1}}": "names 'weigth_decay', and the optimizer has",
+            "{{'amsgrad': True}}": "amsgrad of the optimizer is True, not False",
+        }.items()
+    },
     "another schedule": (
         "train",
         [
@@ -438,17 +462,26 @@ def test_bad_input_is_one_clear_sentence(refused, name: str) -> None:
         assert part in sentence
 
 
-def test_a_parameter_without_moments_is_named(tiny_run, tiny_data: Path, tmp_path: Path, run_fairseq_many) -> None:
-    """It may be one that was never trained: the run goes on."""
+def test_missing_moments_are_named(tiny_run, tiny_data: Path, tmp_path: Path, run_fairseq_many) -> None:
+    """A parameter without any may be one that was never trained, and all are missing where they were not saved."""
     state = torch.load(tiny_run[0] / "checkpoint_best.pt")
     del state["last_optimizer_state"]["state"][1]
     torch.save(state, tmp_path / "less.pt")
-    args = [tiny_data, "--user-dir", USER_DIR, *TINY_LM, "--max-update", "5", "--save-dir", tmp_path / "save"]
-    (run,) = run_fairseq_many([{"tool": "train", "args": [*args, "--restore-file", tmp_path / "less.pt"]}])
-    assert run.rc == 0, run.stderr
-    assert re.search(
-        r"less\.pt has no optimizer state for 1 of \d+ parameters, decoder\.\S+: their moments", run.stdout
+    del state["last_optimizer_state"]
+    torch.save(state, tmp_path / "none.pt")
+    args = [tiny_data, "--user-dir", USER_DIR, *TINY_LM, "--max-update", "5"]
+    less, none, weights = run_fairseq_many(
+        [
+            {"tool": "train", "args": [*args, "--no-save", "--restore-file", tmp_path / f"{name}.pt", *more]}
+            for name, *more in (("less",), ("none",), ("none", "--reset-optimizer"))
+        ]
     )
+    assert [run.rc for run in (less, none, weights)] == [0] * 3, str(less) + str(none) + str(weights)
+    assert re.search(
+        r"less\.pt has no optimizer state for 1 of \d+ parameters, decoder\.\S+: their moments", less.stdout
+    )
+    lost = r"none\.pt was written after \d+ updates without the optimizer's state: .* begin with update 0"
+    assert re.search(lost, none.stdout) and not re.search(lost, weights.stdout + less.stdout)
 
 
 HYDRA = """common.user_dir={user_dir} task=language_modeling task.data={data} +model._name=smlp +model.embed_dim=8
@@ -607,6 +640,29 @@ def test_a_malformed_dictionary_is_named(broken: Path, tiny_data: Path) -> None:
     check_dictionary(tiny_data)
     with pytest.raises(UserError, match=r"dict\.txt, line 2: .*'no-count'"):
         check_dictionary(broken / "bad_dict")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("a 1\nb １\n", r"line 2: expected '(?i:symbol count)', .* 'b １'"), ("\ufeffa 1\nb 1\n", "byte-order mark")],
+)
+def test_training_reads_dictionaries_as_everything_else(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "dict.txt").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=said):
+        check_dictionary(tmp_path)
+    with pytest.raises(UserError, match=said):
+        Vocabulary.load(tmp_path / "dict.txt")
+
+
+def test_all_shards_have_one_dictionary(tmp_path: Path) -> None:
+    contents = ("a 3\nb 2\n", "a 9\nb 2\n", "a 9\n", "a 3\nc 2\n")  # counts may differ, and the end may be missing
+    folders = [tmp_path / name for name in "0123"]
+    for folder, content in zip(folders, contents, strict=True):
+        folder.mkdir()
+        (folder / "dict.txt").write_text(content)
+    check_folders(folders[:3])
+    with pytest.raises(UserError, match=r"3/dict.txt differs from .*0/dict.txt from line 2 on \('c' there, 'b' here\)"):
+        check_folders(folders)
 
 
 def test_a_count_is_a_number_that_can_be_held(tmp_path: Path) -> None:

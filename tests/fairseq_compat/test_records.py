@@ -132,6 +132,38 @@ def test_what_is_no_file_for_records_is_named(tmp_path, kind, caplog):
     assert "no record from here on: cannot write" in caplog.text
 
 
+@pytest.mark.parametrize("content", [b"suna mipi\n", b'{"version": 1}\n', b"PK\x03\x04"])
+def test_a_file_of_another_kind_is_kept(tmp_path, content, caplog):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"--data-order-file .*file: a file of another kind exists already"):
+        check_record(path, "--data-order-file")
+    UpdateRecord(str(path), "record").add(1)
+    assert path.read_bytes() == content and "no record from here on: cannot write" in caplog.text
+
+
+def test_records_of_a_run_need_files_of_their_own(tiny_data, tmp_path, run_fairseq_many):
+    (tmp_path / "kept").write_text("suna mipi\n")
+    args = [tiny_data, *COMMON, *SPARSE, "--max-update", 1, "--save-dir", tmp_path, "--update-times-file"]
+    places = {
+        "kept": "file of another kind",
+        "router_health.jsonl": "--update-times-file and --router-health-file both",
+    }
+    runs = run_fairseq_many([{"tool": "train", "args": [*args, tmp_path / name]} for name in places])
+    for run, said in zip(runs, places.values(), strict=True):
+        assert run.rc == 1 and said in run.stderr, str(run)
+    assert (tmp_path / "kept").read_text() == "suna mipi\n"
+
+
+@pytest.mark.parametrize("content", [b"", b'{"upd', b'{"update": 1, "digest": 5}\n{"update": 2,'])
+def test_a_record_that_was_cut_goes_on(tmp_path, content):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    check_record(path, "--data-order-file")
+    UpdateRecord(str(path), "record").add(2, digest=6)
+    assert [json.loads(line)["update"] for line in path.read_text().splitlines()] == [1, 2][b"5" not in content :]
+
+
 def test_an_environment_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--environment-file .*file/e.jsonl cannot be written: "):

@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from running import TINY_LM, USER_DIR
+from running import TINY_LM, USER_DIR, run_python
 
 DOCUMENTS, WORDS, BLOCK = 24, 10, 8
 DOCUMENT_TOKENS = WORDS + 3  # two lines with their ends, and an empty line
@@ -116,3 +116,31 @@ def test_the_log_says_how_much_of_the_time_goes_into_waiting_for_data(shards, tm
         waits.append([float(share) for share in re.findall(r"data_wait=([\d.]+)", run.stdout)][1:])
     assert len(waits[0]) == len(waits[1]) == 5
     assert max(waits[1]) <= 100 and min(waits[1]) > 60 > max(waits[0])
+
+
+NARROW = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))  # of files in /dev/shm, through which workers pass batches, too
+from smlp.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_worker_that_cannot_pass_its_batches_ends_the_run(tiny_data):
+    """It would only print why, and training would wait for ever."""
+    small = ["--embed-dim", "16", "--ffn-dim", "16", "--num-dense-layers", "1", "--tokens-per-sample", "32"]
+    words = [
+        "train",
+        tiny_data,
+        "--arch",
+        "gmlp_lm_tiny",
+        *small,
+        "--max-update",
+        "1",
+        "--no-save",
+        "--num-workers",
+        "1",
+    ]
+    run = run_python("-c", NARROW, *words, "--cpu", timeout=60)
+    assert run.rc == 1 and "a process that reads batches cannot pass them on: " in run.stderr, run.stderr
+    assert run.errors[-1].startswith("smlp: error: a process that reads batches has ended (DataLoader worker")

@@ -19,6 +19,7 @@ from typing import Any
 import jinja2
 import lm_eval
 import numpy as np
+import yaml
 from datasets.exceptions import DatasetsError
 from lm_eval.tasks import TaskManager
 
@@ -106,6 +107,7 @@ def evaluate(
             manager = _tasks_in(paths, include_defaults=True)
         unknown = sorted(set(tasks) - set(manager.all_tasks))
         if unknown:
+            _check_yaml(paths[1:])
             raise UserError(f"lm-evaluation-harness has no task {', '.join(unknown)}")
         if limit is not None and limit < model.team.size:
             raise UserError(f"--limit {limit} leaves some of the {model.team.size} ranks without a record")
@@ -164,6 +166,15 @@ def _tasks_in(paths: Sequence[str], include_defaults: bool) -> TaskManager:
         raise UserError(
             f"lm-evaluation-harness cannot read the tasks in {paths[-1]} ({type(error).__name__}: {reason})"
         ) from error
+
+
+def _check_yaml(folders: Sequence[str]) -> None:
+    """Refuse definitions of tasks that are no YAML, which the harness passes over without a word."""
+    for path in sorted(file for folder in folders for file in Path(folder).rglob("*.yaml")):
+        try:
+            yaml.compose(path.read_bytes())
+        except (OSError, yaml.YAMLError) as error:
+            raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def _without(
