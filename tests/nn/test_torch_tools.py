@@ -115,7 +115,9 @@ def test_compiled_training(arch, monkeypatch):
     torch._dynamo.reset()
     module, ids = model(arch).train(), tokens(3, 10)
     want = gradients(module, module, ids)
-    trainer = SimpleNamespace(core=module, cfg=SimpleNamespace(model=SimpleNamespace(compile=True)))
+    trainer = SimpleNamespace(
+        core=module, data_parallel_rank=1, cfg=SimpleNamespace(model=SimpleNamespace(compile=True))
+    )
     SparseTrainer._prepare_options(trainer)
     assert all(block._compiled_call_impl is not None for block in module.blocks)
     for got, expected in zip(gradients(module, module, ids), want, strict=True):
