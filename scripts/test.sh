@@ -50,7 +50,7 @@ fi
 export OMP_NUM_THREADS=1
 report="$(mktemp)"
 trap 'rm -f "$report"' EXIT
-"$VENV/bin/python" -m pytest --durations=25 --durations-min=4 --junit-xml="$report" "$@" || fail "tests failed"
+"$VENV/bin/python" -m pytest --junit-xml="$report" "$@" || fail "tests failed"
 # pytest already fails if no test was collected; this also catches a run in which every test was skipped.
 "$VENV/bin/python" - "$report" <<'PYTHON' || fail "nothing ran: every collected test was skipped"
 import sys

@@ -144,13 +144,18 @@ def test_a_file_of_another_kind_is_kept(tmp_path, content, caplog):
 
 def test_records_of_a_run_need_files_of_their_own(tiny_data, tmp_path, run_fairseq_many):
     (tmp_path / "kept").write_text("suna mipi\n")
-    args = [tiny_data, *COMMON, *SPARSE, "--max-update", 1, "--save-dir", tmp_path, "--update-times-file"]
-    places = {
-        "kept": "file of another kind",
-        "router_health.jsonl": "--update-times-file and --router-health-file both",
-    }
-    runs = run_fairseq_many([{"tool": "train", "args": [*args, tmp_path / name]} for name in places])
-    for run, said in zip(runs, places.values(), strict=True):
+    args = [tiny_data, *COMMON, *SPARSE, "--max-update", 1]
+    cases = [  # save-dirs differ, as the runs are at the same time
+        ("one", "kept", "file of another kind"),
+        ("two", "two/router_health.jsonl", "--update-times-file and --router-health-file both"),
+    ]
+    runs = run_fairseq_many(
+        [
+            {"tool": "train", "args": [*args, "--save-dir", tmp_path / save, "--update-times-file", tmp_path / name]}
+            for save, name, _ in cases
+        ]
+    )
+    for run, (_, _, said) in zip(runs, cases, strict=True):
         assert run.rc == 1 and said in run.stderr, str(run)
     assert (tmp_path / "kept").read_text() == "suna mipi\n"
 
