@@ -57,7 +57,7 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 text = regular_file(path).read_bytes()
-                _check_kind(path, str(path))
+                _check_kind(text, str(path))
                 kept = b"".join(line for line in text.splitlines(keepends=True) if _is_up_to(line, num_updates))
                 if kept != text:
                     write_whole(path, kept)
@@ -113,7 +113,8 @@ def check_record(path: Path, option: str) -> None:
         raise UserError(f"{option} {path} cannot be written: {error.strerror}") from None
     check_writable(path, option)
     if path.exists():
-        _check_kind(regular_file(path), f"{option} {path}")
+        with regular_file(path).open("rb") as file:
+            _check_kind(file.read(max(map(len, _STARTS))), f"{option} {path}")
 
 
 def check_own_files(paths: Mapping[str, str | Path | None]) -> None:
@@ -132,11 +133,9 @@ def check_own_files(paths: Mapping[str, str | Path | None]) -> None:
             raise UserError(f"{other} and {option} both name {path}: give each record a file of its own")
 
 
-def _check_kind(path: Path, named: str) -> None:
-    """Refuse a file that begins unlike a record: its lines would be lost."""
-    with path.open("rb") as file:
-        start = file.read(max(map(len, _STARTS)))
-    if not any(start.startswith(known) or known.startswith(start) for known in _STARTS):
+def _check_kind(content: bytes, named: str) -> None:
+    """Refuse a file that begins unlike a record: its lines would be lost. A start that was cut off is one."""
+    if not any(content.startswith(known) or known.startswith(content) for known in _STARTS):
         raise UserError(f"{named}: a file of another kind exists already: name another one")
 
 
