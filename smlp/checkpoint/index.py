@@ -161,14 +161,20 @@ def size_problem(path: str | Path, part: Part) -> str | None:
     return None
 
 
-def remove_unused_parts(save_dir: str | Path) -> None:
+def remove_unused_parts(save_dir: str | Path, among: set[Path] | None = None) -> None:
     """Delete the parts that no checkpoint (``*.pt``) in a folder refers to.
 
     They belong to checkpoints that were deleted or overwritten, or to a run that was killed while it saved. If any
     checkpoint cannot be read, nothing is deleted.
+
+    Args:
+        save_dir: the folder.
+        among: delete no others than these, such as :func:`folders_of_parts` of a checkpoint that was written over.
     """
     save_dir = Path(save_dir)
     present = {folder for folder in (save_dir / PARTS_FOLDER).glob("update_*") if folder.is_dir()}
+    if among is not None:  # an index may name any folder, so those outside are left
+        present &= among
     if not present:
         return
     used = set()
@@ -179,22 +185,6 @@ def remove_unused_parts(save_dir: str | Path) -> None:
             logger.warning(f"unused files of experts are kept: {checkpoint} cannot be read ({type(error).__name__})")
             return
     for folder in sorted(present - used):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_replaced_parts(target: Path, before: set[Path]) -> None:
-    """Delete the parts of a checkpoint that was written over, unless another one in its folder refers to them.
-
-    Args:
-        target: the new checkpoint.
-        before: :func:`folders_of_parts` of the older one.
-    """
-    try:
-        used = set().union(*(folders_of_parts(checkpoint) for checkpoint in target.parent.glob("*.pt")))
-    except Exception:  # unpickling arbitrary bytes can raise anything: one of them may refer to the parts
-        return
-    present = set((target.parent / PARTS_FOLDER).glob("update_*"))  # an index may name any folder
-    for folder in before & present - used:
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -19,7 +19,7 @@ from smlp.checkpoint.index import (
     folders_of_parts,
     new_token,
     part_file,
-    remove_replaced_parts,
+    remove_unused_parts,
     size_problem,
 )
 from smlp.checkpoint.lazy import are_equal, mean, rows_of
@@ -125,7 +125,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
     for part in parts:
         if problem := size_problem(target, part):
             raise UserError(f"{problem}; if a run is training in {target.parent}, write to another folder")
-    remove_replaced_parts(target, before)
+    remove_unused_parts(target.parent, before)
 
 
 def _check_optimizer(checkpoint: Checkpoint) -> None:
