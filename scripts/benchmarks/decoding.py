@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from benchmarks.report import Row, compared
-from benchmarks.settings import VOCABULARY, Settings, matched
+from benchmarks.settings import VOCABULARY, Settings, drawn, matched
 from benchmarks.timing import interleaved
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import DecodingState
@@ -23,7 +23,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     archs = ["smlp"] if settings.quick else ["smlp", "gmlp_lm", "smlp_partial", "switch_lm", "dense_lm"]
     matches = matched(settings, archs)
     for arch in archs:
-        model = Decoder(matches[arch].config).to(settings.device, settings.dtype).eval()
+        model = drawn(matches[arch].config, settings).eval()
         for num_seqs in (1, 8):
             length = model.config.max_tokens
             tokens_Bn = torch.randint(4, settings.sized(VOCABULARY)[0], (num_seqs, length), device=settings.device)

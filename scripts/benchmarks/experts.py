@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks import peers
 from benchmarks.report import Row, compared
-from benchmarks.settings import HIDDEN, LENGTH, WIDTH, Settings, through
+from benchmarks.settings import Settings, through
 from benchmarks.timing import interleaved, peak_extra_bytes, training_step
 from smlp.config import ModelConfig
 from smlp.config.presets import preset
@@ -27,7 +27,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _config(settings: Settings, arch: str, num_experts: int, **more: object) -> ModelConfig:
-    width, hidden, length = settings.sized(WIDTH, HIDDEN, LENGTH)
+    width, hidden, length = settings.layer_sizes
     return preset(
         arch, embed_dim=width, ffn_dim=hidden, max_tokens=length, num_experts=num_experts, vocab_size=1000, **more
     )
@@ -59,7 +59,7 @@ def _balanced(settings: Settings) -> Iterator[Row]:
 
 def _tmoe_steps(settings: Settings, num_seqs: int, numbers: tuple[int, ...]) -> dict[str, Callable[[], None]]:
     """Return the steps of a dense network and of tMoE layers, by their numbers of experts."""
-    width, hidden, length = settings.sized(WIDTH, HIDDEN, LENGTH)
+    width, hidden, length = settings.layer_sizes
     x = settings.tensor(num_seqs, length, width)
     dense = nn.Sequential(nn.LayerNorm(width), FeedForward(width, hidden, "gelu")).to(settings.device, settings.dtype)
     steps = {"dense": training_step(lambda: dense(x), torch.ones_like(x), (x, *dense.parameters()))}
@@ -71,13 +71,13 @@ def _tmoe_steps(settings: Settings, num_seqs: int, numbers: tuple[int, ...]) -> 
 
 
 def _sizes(settings: Settings, num_seqs: int) -> str:
-    width, hidden, length = settings.sized(WIDTH, HIDDEN, LENGTH)
+    width, hidden, length = settings.layer_sizes
     return f"{num_seqs} x {length} tokens, H = {width}, F = {hidden}"
 
 
 def _with_capacity(settings: Settings) -> Iterator[Row]:
     """Compare Switch and GShard with fairscale's layer, E = 16, the same capacity."""
-    width, hidden, length = settings.sized(WIDTH, HIDDEN, LENGTH)
+    width, hidden, length = settings.layer_sizes
     num_seqs = 8 if settings.scale == 1 else 1
     for arch, choices in (("switch_lm", 1), ("gshard_lm", 2))[: 1 if settings.quick else 2]:
         theirs = peers.fairscale_layer(width, hidden, 16, choices)

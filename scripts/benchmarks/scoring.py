@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.report import Row, compared
-from benchmarks.settings import Settings, matched
+from benchmarks.settings import Settings, drawn, matched
 from benchmarks.timing import interleaved
 from smlp.inference.scoring.candidates import CandidateScorer
 from smlp.inference.scoring.texts import Candidates, TokenizedText, fit
@@ -32,7 +32,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     if not settings.quick and settings.device == "cpu":
         configs.append(("smlp", replace(matches["smlp"].config, vocab_size=PAPER_VOCABULARY)))
     for arch, config in configs:
-        model = Decoder(config).to(settings.device, settings.dtype).eval()
+        model = drawn(config, settings).eval()
         groups = _records(num_records, config.vocab_size, config.max_tokens)
         alone = groups[:: max(num_records // num_alone, 1)]
         variants = {"batched": _batched(model, groups), "alone": _one_at_a_time(model, alone)}

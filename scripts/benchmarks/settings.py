@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from smlp.config import ModelConfig
 from smlp.config.presets import preset
 from smlp.costs.formula import flops_per_token
 from smlp.costs.match import Match, match
+from smlp.nn.decoder import Decoder
 from smlp.nn.state import ForwardContext
 
 #: the paper's models have 28 + 12 layers, H = 1024, F = 4096, T = 1024 and an expert per rank
@@ -40,6 +42,18 @@ class Settings:
             return 1
         return 5 if self.quick else 11
 
+    @property
+    def num_seqs(self) -> int:
+        """Return the sequences of an update: on a GPU what one of the paper's 32 gets of its 512."""
+        if self.scale > 1:
+            return 1
+        return 16 if self.device == "cuda" else 2 if self.quick else 4
+
+    @property
+    def layer_sizes(self) -> tuple[int, ...]:
+        """Return H, F and T of single layers: the paper's on a GPU."""
+        return self.sized(*(FULL_WIDTH if self.device == "cuda" else (WIDTH, HIDDEN)), LENGTH)
+
     def tensor(self, *shape: int, learnt: bool = True) -> torch.Tensor:
         """Return a tensor of normal numbers."""
         return torch.randn(*shape, device=self.device, dtype=self.dtype, requires_grad=learnt)
@@ -63,6 +77,21 @@ def matched(settings: Settings, archs: list[str]) -> dict[str, Match]:
         arch: match(arch, target, overrides={**shared, "num_experts": 2 * EXPERTS if arch == "gshard_lm" else EXPERTS})
         for arch in archs
     }
+
+
+def drawn(config: ModelConfig, settings: Settings) -> Decoder:
+    """Return a model with random numbers that are drawn on the device, which takes no time for billions of weights."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            values = torch.empty(tensor.shape, dtype=settings.dtype, device=settings.device).normal_(std=0.02)
+            state[name] = values.add_(1) if "norm" in name and name.endswith("weight") else values
+        else:  # the experts of a table
+            state[name] = torch.randint(config.num_experts, tensor.shape, device=settings.device)
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_()
 
 
 def through(layer: nn.Module, x_BnH: Tensor, tokens_Bn: Tensor | None = None) -> Callable[[], Tensor]:

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +29,7 @@ from torch import Tensor
 
 import smlp
 from smlp.config.presets import PRESETS
-from smlp.costs.formula import flops_per_token
-from smlp.costs.matmul_rate import matmul_rate
 from smlp.evaluation.curves import read_training_log
-from smlp.nn.decoder import Decoder
 from smlp.ops import causal_spatial_projection, expert_feed_forward
 from smlp.ops.fast_paths import product_precision, reference_ops, runs_triton
 from smlp.ops.tolerances import allowed_share, largest_share
@@ -152,10 +150,14 @@ def syncs(device: str, out: Path) -> str:
 
 def precision(device: str, out: Path) -> str:
     """Compare the loss after 30 updates in bf16 and, on a GPU, fp16 through fairseq with that of float32."""
-    final = {}
     kinds = {"fp32": [], "bf16": ["--bf16"], **({"fp16": ["--fp16"]} if device == "cuda" else {})}
-    for arch, (kind, more) in itertools.product(("smlp_tiny", "gmlp_lm_tiny", "switch_lm_tiny"), kinds.items()):
-        final[f"{arch} {kind}"] = _trained(out, f"precision-{arch}-{kind}", device, arch, 30, more)[-1]
+    runs = list(itertools.product(("smlp_tiny", "gmlp_lm_tiny", "switch_lm_tiny"), kinds))
+    _data(out)
+    with ThreadPool(max((os.cpu_count() or 1) // 2, 1)) as pool:  # of processes
+        losses = pool.starmap(
+            lambda arch, kind: _trained(out, f"precision-{arch}-{kind}", device, arch, 30, kinds[kind])[-1], runs
+        )
+    final = {f"{arch} {kind}": loss for (arch, kind), loss in zip(runs, losses, strict=True)}
     far = {
         name: f"{loss:.3f}"
         for name, loss in final.items()
@@ -237,24 +239,11 @@ def launches(device: str, out: Path) -> str:
     return f"the kernel is faster than torch in {len(faster)} of {len(rows)} sizes"
 
 
-def utilisation(device: str, out: Path) -> str:
-    """Measure the arithmetic of an update of a small ``smlp`` as a share of the rate of a matrix product."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    sizes = {} if device == "cuda" else {"num_dense_layers": 1, "num_sparse_layers": 1, "embed_dim": 64, "ffn_dim": 256}
-    config = smlp.preset("smlp", dropout=0.0, **{"num_experts": 4, "vocab_size": 8000, "max_tokens": 256, **sizes})
-    rate = matmul_rate(torch.device(device), dtype, 1.0)
-    model = Decoder(config).to(device, dtype).train()
-    seconds = _seconds(model, device, {"vocab_size": 8000, "max_tokens": 256}, num_seqs=8)
-    share = 6 * flops_per_token(config) * 8 * 256 / seconds / rate
-    (out / "utilisation.json").write_text(json.dumps({"share": share, "matmul_rate": rate, "seconds": seconds}) + "\n")
-    return f"{100 * share:.1f} % of {rate / 1e12:.1f} TFLOP/s (target on a GPU: 45 %)"
-
-
 CHECKS: dict[str, Callable[[str, Path], str]] = {
     check.__name__: check
     for check in (kernels, experts, losses, syncs, precision, recomputation, resume, fully_sharded)
 }
-FIGURES: dict[str, Callable[[str, Path], str]] = {figure.__name__: figure for figure in (launches, utilisation)}
+FIGURES: dict[str, Callable[[str, Path], str]] = {figure.__name__: figure for figure in (launches,)}
 
 
 def _needs_gpu(device: str) -> None:
@@ -313,21 +302,6 @@ def _losses_of(arch: str, device: str) -> list[float]:
         optimizer.zero_grad()
         found.append(float(loss.detach()))
     return found
-
-
-def _seconds(model: torch.nn.Module, device: str, sizes: dict[str, int], num_seqs: int = 4) -> float:
-    """Return the median time of an update."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
-    tokens_Bn = torch.randint(4, sizes["vocab_size"], (num_seqs, sizes["max_tokens"]), device=device)
-
-    def update() -> None:
-        output = model(tokens_Bn)
-        loss = F.cross_entropy(output.logits.flatten(0, 1), tokens_Bn.flatten()) + sum(output.aux_losses.values())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return _median(update, device)
 
 
 def _median(run: Callable[[], None], device: str) -> float:
