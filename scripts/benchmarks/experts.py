@@ -84,17 +84,17 @@ def _with_capacity(settings: Settings) -> Iterator[Row]:
         if theirs is None:
             return
         # fairscale wants the batch to be a multiple of the experts on this rank
-        x = settings.tensor(16, num_seqs * length // 16, width)
+        x = settings.tensor(16, num_seqs * length // 16, width).detach().float().requires_grad_()  # fairscale's dtype
         second = {"second_expert": "all"} if choices == 2 else {}
         layer = feed_forward_moe(_config(settings, arch, 16, capacity_factor=1.0, **second), 0)
-        layer.to(settings.device, settings.dtype)
-        theirs.to(settings.device, settings.dtype)
+        layer.to(settings.device)
+        theirs.to(settings.device)
         steps = {
             "ours": training_step(through(layer, x), torch.ones_like(x), (x, *layer.parameters())),
             "fairscale": training_step(functools.partial(theirs, x), torch.ones_like(x), (x, *theirs.parameters())),
         }
         seconds = interleaved(steps, min(settings.repeats, 3), settings.device)
-        what = f"{'Switch' if choices == 1 else 'GShard'}, {num_seqs * length} tokens, H = {width}, E = 16"
+        what = f"{'Switch' if choices == 1 else 'GShard'}, float32, {num_seqs * length} tokens, H = {width}, E = 16"
         yield compared(SECTION, what, seconds["ours"], "fairscale MOELayer", seconds["fairscale"], 3.0)
         ours, other = (peak_extra_bytes(step, settings.device) / 2**20 for step in steps.values())
         yield Row(SECTION, f"{what}: peak memory", ours, "fairscale MOELayer", other, "MiB", other / ours, 4.0)

@@ -13,24 +13,33 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+#: on a GPU, what is measured at a time
+_SECONDS_AT_A_TIME, _MOST_CALLS = 0.02, 50
+
 
 def interleaved(
     variants: Mapping[str, Callable[[], Any]], repeats: int, device: str, clock: Callable[[], float] | None = None
 ) -> dict[str, float]:
     """Return the median seconds of each variant, by the clock on the wall if no other is given.
 
-    Each is called once beforehand, and then ``repeats`` times in turn with the others.
+    Each is called once beforehand, and then ``repeats`` times in turn with the others. On a GPU, so many calls follow
+    each other that the next one is launched while it computes, as in training.
     """
     clock = clock or time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for number in range(repeats + 1):
+    num_calls = dict.fromkeys(variants, 1)
+    for number in range(-1 if device == "cuda" else 0, repeats + 1):
         for name, variant in variants.items():
             _wait(device)
             start = clock()
-            variant()
+            for _ in range(num_calls[name]):
+                variant()
             _wait(device)
-            if number:
-                seconds[name].append(clock() - start)
+            taken = (clock() - start) / num_calls[name]
+            if number > 0:
+                seconds[name].append(taken)
+            elif device == "cuda" and number == 0:
+                num_calls[name] = min(max(round(_SECONDS_AT_A_TIME / taken), 1), _MOST_CALLS)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

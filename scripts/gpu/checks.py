@@ -192,8 +192,8 @@ def resume(device: str, out: Path) -> str:
 
 
 def fully_sharded(device: str, out: Path) -> str:
-    """Train a dense model on one GPU with ``--ddp-backend fully_sharded`` of fairscale."""
-    _needs_gpu(device)
+    """Train a dense model on two GPUs with ``--ddp-backend fully_sharded`` of fairscale."""
+    _needs_gpu(device, 2)
     losses = _trained(out, "fully-sharded", device, "gmlp_lm_tiny", 8, ["--ddp-backend", "fully_sharded"])
     return f"losses {losses[0]:.3f} to {losses[-1]:.3f}"
 
@@ -246,9 +246,9 @@ CHECKS: dict[str, Callable[[str, Path], str]] = {
 FIGURES: dict[str, Callable[[str, Path], str]] = {figure.__name__: figure for figure in (launches,)}
 
 
-def _needs_gpu(device: str) -> None:
-    if device != "cuda":
-        raise Skipped("needs a GPU")
+def _needs_gpu(device: str, number: int = 1) -> None:
+    if device != "cuda" or torch.cuda.device_count() < number:
+        raise Skipped("needs a GPU" if number == 1 else f"needs {number} GPUs")
 
 
 def _drawn(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -285,7 +285,9 @@ def _share(
 def _losses_of(arch: str, device: str) -> list[float]:
     """Return the losses of some updates of a small model on fixed tokens."""
     torch.manual_seed(0)
-    model = smlp.build(arch, **SMALL).to(device).train()
+    # random numbers, which decide about second experts, are others on a GPU
+    more = {"second_expert": "all"} if arch.startswith("gshard") else {}
+    model = smlp.build(arch, **SMALL, **more).to(device).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     found = []

@@ -135,6 +135,8 @@ def occurrences(expert_Q: Tensor, num_experts: int) -> Tensor:
     """Return how often each expert occurs, (E,), int64."""
     if is_traced():  # the size of what bincount returns depends on the values
         return (expert_Q.unsqueeze(1) == torch.arange(num_experts, device=expert_Q.device)).sum(dim=0)
+    if expert_Q.is_cuda:  # for which bincount waits
+        return expert_Q.new_zeros(num_experts).scatter_add_(0, expert_Q, torch.ones_like(expert_Q))
     return torch.bincount(expert_Q, minlength=num_experts)
 
 

@@ -114,17 +114,20 @@ class SelfAttention(nn.Module):
         width = x_Bn3H.size(2) // (num_parts * self.num_heads)
         # (B, 3h, n, d): the cached keys of a head are contiguous, which makes a single query twice as fast
         heads = x_Bn3H.unflatten(2, (-1, width)).transpose(1, 2)
-        num_queries = self.num_heads if self.has_content else 0
-        query, key_value = heads.split([num_queries, heads.size(1) - num_queries], dim=1)
-        key_value, start = context.remember(self, key_value, self.max_tokens)
+        if not self.has_content:
+            value, start = context.remember(self, heads, self.max_tokens)
+        elif context.state is None:  # cut once, so that gradients are joined once
+            (query, key, value), start = heads.chunk(3, dim=1), 0
+        else:
+            query, key_value = heads.split([self.num_heads, 2 * self.num_heads], dim=1)
+            key_value, start = context.remember(self, key_value, self.max_tokens)
+            key, value = key_value.chunk(2, dim=1)
         dropout = self.dropout if self.training else 0.0
         if self.is_causal and self.relative is None and start == 0:
-            key, value = key_value.chunk(2, dim=1)
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
             return mixed.transpose(1, 2).flatten(2)
         mask = self._mask(x_Bn3H, start, context.valid_Bn)
         if self.has_content:
-            key, value = key_value.chunk(2, dim=1)
             if torch.compiler.is_exporting():  # torch.onnx cannot reshape what torch's attention with a mask returns
                 mixed = F.dropout(_shares(query, key, mask), dropout) @ value
             else:
@@ -132,7 +135,7 @@ class SelfAttention(nn.Module):
         else:
             assert mask is not None, "attention without content scores has a bias"
             shares = F.dropout(mask.softmax(-1), dropout)
-            mixed = shares.expand(key_value.size(0), -1, -1, -1) @ key_value
+            mixed = shares.expand(value.size(0), -1, -1, -1) @ value
         return mixed.transpose(1, 2).flatten(2)
 
     def _mask(self, x_Bn3H: Tensor, start: int, valid_Bn: Tensor | None) -> Tensor | None:

@@ -19,6 +19,7 @@ Time is bounded for any input.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from smlp.ops.assignment_repair import PathRepair, move_cheapest, num_to_move
 from smlp.ops.fast_paths import add_operator, assign_exactly, bands_of_tokens, is_traced
 from smlp.ops.functional import columns_by_bands, rows_by_bands
+from smlp.ops.replay import Replayed
 
 #: fixed noise of this share of the scores' spread breaks ties (the median token's largest minus smallest)
 TIE_NOISE = 1e-3
@@ -123,7 +125,7 @@ def _assigned(scores: Tensor) -> Tensor:
     values_BNE = _normalised(scores)
     values_BNE.add_(_tie_noise(num_tokens, num_experts, values_BNE), alpha=TIE_NOISE)
     # with fewer tokens than experts there are no loads to speak of
-    price_B1E = equal_load_prices(values_BNE) if num_tokens >= num_experts else torch.zeros_like(values_BNE[:, :1])
+    price_B1E = _prices(values_BNE) if num_tokens >= num_experts else torch.zeros_like(values_BNE[:, :1])
     exactly = assign_exactly(num_tokens, num_experts)
     worth_BNE = values_BNE - price_B1E if exactly else values_BNE.sub_(price_B1E)
     best_BN, owner_BN = worth_BNE.max(dim=2)
@@ -217,10 +219,19 @@ def equal_load_prices(values_BNE: Tensor) -> Tensor:
     num_sampled = max(SMALLEST_SAMPLE, SAMPLE_PER_EXPERT * num_experts)
     if 2 * num_sampled > num_tokens:
         return _newton(values_BNE, price_B1E, COARSE + FINE)
-    generator = torch.Generator().manual_seed(num_tokens)
-    sample_M = torch.randperm(num_tokens, generator=generator, device="cpu")[:num_sampled]
-    price_B1E = _newton(values_BNE.index_select(1, sample_M.to(values_BNE.device)), price_B1E, COARSE)
+    sample_M = _sample(num_tokens, num_sampled, values_BNE.device)
+    price_B1E = _newton(values_BNE.index_select(1, sample_M), price_B1E, COARSE)
     return _newton(values_BNE, price_B1E, FINE)
+
+
+_prices = Replayed(equal_load_prices)
+
+
+@lru_cache(maxsize=16)
+def _sample(num_tokens: int, num_sampled: int, device: torch.device) -> Tensor:
+    """Return the tokens of the sample, (M,); the same on every device."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    return torch.randperm(num_tokens, generator=generator, device="cpu")[:num_sampled].to(device)
 
 
 def finest_prices(values_BNE: Tensor) -> Tensor:

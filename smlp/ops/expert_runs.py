@@ -2,7 +2,7 @@
 
 On a CPU one large expert after the other is fastest: intermediate results stay in the cache. Many small ones share all
 but their products. A GPU wants few, large calls: one batched product where all experts have equally many tokens, one
-grouped product where they do not.
+grouped product where they do not, or, for dtypes without one, a batched product with rows of zeros.
 
 Letters: ``n`` tokens of a run, sorted by expert, ``e`` its experts; ``I`` and ``O`` features in and out.
 """
@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smlp.ops import onednn
-from smlp.ops.fast_paths import TOKENS_AT_A_TIME, groups_products, shares_small_experts, takes_bands, takes_onednn
+from smlp.ops.fast_paths import (
+    TOKENS_AT_A_TIME,
+    groups_products,
+    pads_experts,
+    shares_small_experts,
+    takes_bands,
+    takes_onednn,
+)
 from smlp.ops.functional import few_rows
 
 Statistics = tuple[Tensor, Tensor]
@@ -191,10 +198,15 @@ class UnequalExperts(_AnyCounts):
         super().__init__(counts, device)
         self.ends_e = self.counts_e.cumsum(0).to(torch.int32)
         self.idle = [expert for expert, count in enumerate(counts) if count == 0]
+        #: whether it is the expert of the token, (e, n)
+        self.is_own_en = torch.arange(len(counts), device=device).unsqueeze(1) == self.expert_n
 
     def product(self, x_nI: Tensor, weight_eOI: Tensor, bias_eO: Tensor, out_nO: Tensor | None = None) -> Tensor:
         y_nO = F.grouped_mm(x_nI, weight_eOI.transpose(1, 2), offs=self.ends_e)
         return torch.add(y_nO, self.rows_of(bias_eO), out=out_nO)
+
+    def sums(self, y_nO: Tensor) -> Tensor:  # adding row by row takes longer, and rounds 16 bits after each row
+        return self.is_own_en.to(y_nO.dtype) @ y_nO
 
     def transposed(self, y_nO: Tensor, weight_eOI: Tensor) -> Tensor:
         return F.grouped_mm(y_nO, weight_eOI, offs=self.ends_e)
@@ -239,6 +251,20 @@ def _layer_norm_gradients(
     return torch.ops.aten.native_layer_norm_backward(
         grad_nI, x_nI, x_nI.shape[1:], *statistics, gain_I, offset_I, wanted
     )
+
+
+def padded_rows(counts: Sequence[int], x_AI: Tensor, num_hidden: int) -> tuple[Tensor, int] | None:
+    """Return where each token stands if all experts are given equally many, and how many; None for no such padding.
+
+    A GPU computes one batched product with some rows of zeros faster than one product after the other.
+    """
+    if not pads_experts(counts, x_AI, num_hidden):
+        return None
+    most, device = max(counts), x_AI.device
+    counts_e = torch.tensor(counts, device=device)
+    shift_e = torch.arange(len(counts), device=device) * most - (counts_e.cumsum(0) - counts_e)
+    shift_A = shift_e.repeat_interleave(counts_e, output_size=len(x_AI))
+    return torch.arange(len(x_AI), device=device) + shift_A, most
 
 
 def runs(counts: Sequence[int], x_AI: Tensor, num_hidden: int) -> Iterator[Run]:

@@ -30,6 +30,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 TRIANGLE_STRIP = 128
 #: positions from which a GPU computes a causal product by Triton's kernels; a guess, to be measured on a GPU
 FUSED_TOKENS = 128
+#: of which the features of a head are a multiple there: otherwise Triton loads numbers one by one, and takes 4 times as
+#: long as torch
+FUSED_WIDTH = 16
 #: dtypes that these kernels accept
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: most bands of rows into which a matrix is cut to multiply it with few vectors, on a CPU
@@ -47,6 +50,8 @@ SMALL_EXPERT_MULTIPLICATIONS = 2**20
 #: most tokens of an expert at a time, where experts are computed one after the other: intermediate results then stay
 #: in a CPU's cache
 TOKENS_AT_A_TIME = 4096
+#: rows of experts with padding, as a multiple of their tokens, up to which a GPU computes all experts at once
+MOST_PADDING = 4
 #: logits whose probabilities are computed at a time: what a CPU's cache holds, and enough to keep a GPU busy
 LOGITS_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
 #: scores up to which a balanced assignment is repaired to the optimum
@@ -217,6 +222,7 @@ def fuse(num_tokens: int, start: int, *tensors: Tensor) -> bool:
         and not _recorded(tensors)
         and start == 0
         and num_tokens >= FUSED_TOKENS
+        and first.size(-1) % FUSED_WIDTH == 0
         and first.dtype in FUSED_DTYPES
         and allowed(*tensors)
         and all(tensor.device == first.device for tensor in tensors)
@@ -288,6 +294,15 @@ def groups_products(x_AI: Tensor, num_hidden: int) -> bool:
     """
     whole_rows = x_AI.size(1) % 8 == 0 and num_hidden % 8 == 0
     return x_AI.is_cuda and x_AI.dtype == torch.bfloat16 and whole_rows and hasattr(F, "grouped_mm")
+
+
+def pads_experts(counts: Sequence[int], x_AI: Tensor, num_hidden: int) -> bool:
+    """Return whether a GPU gives all experts as many rows as the busiest one has: if that is not many rows more, and
+    there is no grouped product.
+    """
+    num_rows, most = sum(counts), max(counts, default=0)
+    is_even = 0 < len(counts) * most <= MOST_PADDING * num_rows and len(counts) * most > num_rows
+    return x_AI.is_cuda and is_even and not groups_products(x_AI, num_hidden)
 
 
 def shares_small_experts(counts: Sequence[int], x_AI: Tensor, num_hidden: int) -> bool:

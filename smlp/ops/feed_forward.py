@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smlp.ops.expert_runs import Run, runs
+from smlp.ops.expert_runs import Run, padded_rows, runs
 from smlp.ops.fast_paths import add_operator, allowed, first_order_only
 from smlp.ops.functional import ACTIVATION_FUNCTIONS, activation_gradient
 
@@ -47,7 +47,13 @@ def expert_feed_forward(
     if isinstance(counts, Tensor):
         return torch.ops.smlp.expert_feed_forward(x_AH, counts, *(norm or (None, None)), *weights, activation)[0]
     if allowed(x_AH, *(norm or ()), *weights):
-        return FusedExperts.apply(counts, x_AH, *(norm or (None, None)), *weights, activation)
+        padded = padded_rows(counts, x_AH, w1_eFH.size(1))
+        if padded is not None:
+            place_A, most = padded
+            counts = [most] * len(counts)
+            x_AH = x_AH.new_zeros(sum(counts), x_AH.size(1)).index_copy(0, place_A, x_AH)
+        out_AH = FusedExperts.apply(counts, x_AH, *(norm or (None, None)), *weights, activation)
+        return out_AH if padded is None else out_AH.index_select(0, place_A)
     act, outputs = ACTIVATION_FUNCTIONS[activation], []
     for expert, x_nH in enumerate(x_AH.split(list(counts))):
         if norm is not None:

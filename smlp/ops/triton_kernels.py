@@ -39,7 +39,7 @@ def project(
     grad_seq, grad_token, grad_head, grad_feature,
     out_seq, out_token,
     TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of ``y = tril(W) x + b``, or of ``tril(W)^T x``, and what follows from it.
 
@@ -52,13 +52,18 @@ def project(
     """
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    num_column_tiles = tl.cdiv(num_columns, BLOCK_N)
-    row_tile = tile // num_column_tiles
+    num_row_tiles, num_column_tiles = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
+    if BY_COLUMNS:
+        row_tile = tile % num_row_tiles
+        column_tile = tile // num_row_tiles
+    else:
+        row_tile = tile // num_column_tiles
+        column_tile = tile % num_column_tiles
     if not TRANSPOSED:
-        row_tile = tl.cdiv(num_tokens, BLOCK_M) - 1 - row_tile  # in both cases the longest sums begin first
+        row_tile = num_row_tiles - 1 - row_tile  # in both cases the longest sums begin first
     first_row = row_tile * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    columns = (tile % num_column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = (columns < num_columns)[None, :]
     sequences = (columns // width).to(tl.int64)
     features = (columns % width).to(tl.int64)
