@@ -119,15 +119,15 @@ def main(options: argparse.Namespace) -> int:
         for row in SECTIONS[name].rows(settings):
             rows.append(row)
             print(as_text(row), flush=True)
-        print(f"{name}: {time.monotonic() - section_started:.0f} s")
+        print(f"{name}: {time.monotonic() - section_started:.0f} s", flush=True)
+        if options.json:  # after each part, in case a later one is stopped
+            options.json.write_text(json.dumps(as_json(about, rows, peers.absent), indent=2) + "\n")
+        if options.markdown:
+            options.markdown.write_text(as_markdown(about, rows, peers.absent))
     for name, reason in peers.absent.items():
         print(f"not measured: {name}: {reason}")
     missed = [row for row in rows if row.holds is False]
     print(f"{len(rows)} rows in {time.monotonic() - started:.0f} s, {len(missed)} targets missed")
-    if options.json:
-        options.json.write_text(json.dumps(as_json(about, rows, peers.absent), indent=2) + "\n")
-    if options.markdown:
-        options.markdown.write_text(as_markdown(about, rows, peers.absent))
     return 1 if options.strict and missed else 0
 
 

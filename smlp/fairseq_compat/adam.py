@@ -1,4 +1,4 @@
-"""Run Adam in one pass over parameters and moments on a CPU; fairseq's takes nine.
+"""Run Adam in one pass over parameters and moments, on a CPU or a GPU; fairseq's takes nine.
 
 The formula is fairseq's (Kingma and Ba, 2015; decay apart from the gradient, Loshchilov and Hutter, 2019): its epsilon
 is added to the square root of the second moment before the bias is corrected, torch's after, so that torch's kernel is
@@ -40,7 +40,7 @@ def apply() -> None:
 @torch.no_grad()
 def _update(group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> None:
     """Update a group's parameters and their moments once."""
-    parameters_of: dict[int, list[Tensor]] = defaultdict(list)
+    parameters_of: dict[tuple[int, torch.device], list[Tensor]] = defaultdict(list)
     for parameter in group["params"]:
         if parameter.grad is None:
             continue
@@ -51,16 +51,16 @@ def _update(group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> None
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = state[name].to(parameter)
         state["step"] += 1
-        parameters_of[state["step"]].append(parameter)
+        parameters_of[state["step"], parameter.device].append(parameter)
     beta1, beta2 = group["betas"]
-    for step, parameters in parameters_of.items():
+    for (step, device), parameters in parameters_of.items():
         adamw(
             parameters,
             [parameter.grad for parameter in parameters],
             [states[parameter]["exp_avg"] for parameter in parameters],
             [states[parameter]["exp_avg_sq"] for parameter in parameters],
             [],
-            [torch.tensor(float(step - 1)) for _ in parameters],  # the kernel increments it
+            list(torch.full((len(parameters),), float(step - 1), device=device)),  # the kernel increments them
             fused=True,
             amsgrad=False,
             beta1=beta1,

@@ -126,10 +126,15 @@ def _check_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
     common, distributed = cfg.common, cfg.distributed_training
     if common.tpu and not _is_installed("torch_xla"):
         raise UserError("--tpu needs torch_xla, which is not installed: leave it out")
-    if common.amp and common.memory_efficient_bf16:
-        raise UserError("--amp and --memory-efficient-bf16 are both given: choose one of the two")
+    for name in ("memory_efficient_bf16", *(("bf16", "fp16") if has_cuda else ())):
+        if common.amp and getattr(common, name):
+            raise UserError(f"--amp and --{name.replace('_', '-')} are both given: choose one of the two")
     if distributed.cpu_offload and distributed.ddp_backend != "fully_sharded":
         raise UserError(f"--cpu-offload needs --ddp-backend fully_sharded, got {distributed.ddp_backend}")
+    if distributed.ddp_backend == "fully_sharded" and num_ranks == 1:
+        raise UserError(
+            "--ddp-backend fully_sharded divides the parameters among ranks, but this run has only one: leave it out"
+        )
     if distributed.zero_sharding != "none" and num_ranks == 1:
         raise UserError(
             f"--zero-sharding {distributed.zero_sharding} divides the optimizer state among ranks, but this run has "

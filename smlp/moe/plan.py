@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from smlp.ops.fast_paths import is_traced, needs_fixed_shapes
+from smlp.ops.rows import occurrences
 
 
 @dataclass(frozen=True)
@@ -129,15 +130,6 @@ def _sorted_by_expert(expert_N: Tensor) -> Tensor:
         num_tokens = expert_N.numel()
         return (expert_N * num_tokens + torch.arange(num_tokens, device=expert_N.device)).argsort()
     return expert_N.argsort(stable=True)
-
-
-def occurrences(expert_Q: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert occurs, (E,), int64."""
-    if is_traced():  # the size of what bincount returns depends on the values
-        return (expert_Q.unsqueeze(1) == torch.arange(num_experts, device=expert_Q.device)).sum(dim=0)
-    if expert_Q.is_cuda:  # for which bincount waits
-        return expert_Q.new_zeros(num_experts).scatter_add_(0, expert_Q, torch.ones_like(expert_Q))
-    return torch.bincount(expert_Q, minlength=num_experts)
 
 
 def slots(expert_Q: Tensor, num_experts: int) -> Tensor:

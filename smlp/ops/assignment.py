@@ -96,7 +96,8 @@ def balanced_assignments(scores: Tensor) -> Tensor:
 
 
 def _at_once(scores_BNE: Tensor) -> Tensor:
-    with torch.inference_mode():  # no gradients, and hundreds of small operations are faster so
+    # no gradients, and hundreds of small operations are faster so; products of autocast would be too coarse
+    with torch.inference_mode(), torch.autocast(scores_BNE.device.type, enabled=False):
         owner_BN = _assigned(scores_BNE)
     return owner_BN.clone()  # which a backward pass may keep
 
@@ -122,13 +123,13 @@ def _assigned(scores: Tensor) -> Tensor:
     if num_problems == 0 or num_tokens == 0 or num_experts == 1:
         check_no_nan(scores.flatten(0, 1))
         return torch.zeros(num_problems, num_tokens, dtype=torch.long, device=scores.device)
-    values_BNE = _normalised(scores)
-    values_BNE.add_(_tie_noise(num_tokens, num_experts, values_BNE), alpha=TIE_NOISE)
-    # with fewer tokens than experts there are no loads to speak of
-    price_B1E = _prices(values_BNE) if num_tokens >= num_experts else torch.zeros_like(values_BNE[:, :1])
+    values_BNE, low_BN1, high_BN1 = _finite_values(scores)
+    fixed = [_tie_noise(num_tokens, num_experts, values_BNE.dtype, scores.device)]
+    sample_M = _sample(num_tokens, num_experts, scores.device)
+    if sample_M is not None:
+        fixed.append(sample_M)
+    values_BNE, price_B1E, worth_BNE, best_BN, owner_BN = _priced(values_BNE, low_BN1, high_BN1, *fixed)
     exactly = assign_exactly(num_tokens, num_experts)
-    worth_BNE = values_BNE - price_B1E if exactly else values_BNE.sub_(price_B1E)
-    best_BN, owner_BN = worth_BNE.max(dim=2)
     few = MANY_MOVES * num_tokens + (FEW_REPAIRS * num_experts if exactly else 0)
     for problem, (worth_NE, best_N, owner_N, price_1E) in enumerate(
         zip(worth_BNE, best_BN, owner_BN, price_B1E, strict=True)
@@ -142,6 +143,26 @@ def _assigned(scores: Tensor) -> Tensor:
     return owner_BN
 
 
+def _by_prices(
+    values_BNE: Tensor, low_BN1: Tensor, high_BN1: Tensor, noise_NE: Tensor, sample_M: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return scaled values, prices, values less prices, each token's largest, and its expert; values are changed."""
+    num_tokens, num_experts = noise_NE.shape
+    _normalise(values_BNE, low_BN1, high_BN1)
+    values_BNE.add_(noise_NE, alpha=TIE_NOISE)
+    # with fewer tokens than experts there are no loads to speak of
+    if num_tokens >= num_experts:
+        price_B1E = equal_load_prices(values_BNE, sample_M)
+    else:
+        price_B1E = torch.zeros_like(values_BNE[:, :1])
+    exactly = assign_exactly(num_tokens, num_experts)
+    worth_BNE = values_BNE - price_B1E if exactly else values_BNE.sub_(price_B1E)
+    return values_BNE, price_B1E, worth_BNE, *worth_BNE.max(dim=2)
+
+
+_priced = Replayed(_by_prices)
+
+
 def _with_many_equal(worth_NE: Tensor, price_1E: Tensor) -> Tensor:
     """Return experts (N,) where they compete for groups of tokens, by better noise to break ties and finer prices.
 
@@ -151,7 +172,8 @@ def _with_many_equal(worth_NE: Tensor, price_1E: Tensor) -> Tensor:
     num_tokens, num_experts = worth_NE.shape
     generator = torch.Generator().manual_seed(num_tokens)
     drawn_NE = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float32, device="cpu").to(worth_NE)
-    worth_NE = torch.add(worth_NE, drawn_NE - _tie_noise(num_tokens, num_experts, worth_NE), alpha=TIE_NOISE)
+    noise_NE = _tie_noise(num_tokens, num_experts, worth_NE.dtype, worth_NE.device)
+    worth_NE = torch.add(worth_NE, drawn_NE - noise_NE, alpha=TIE_NOISE)
     finer_1E = finest_prices(worth_NE.unsqueeze(0))[0]
     worth_NE.sub_(finer_1E)
     return _along_paths(worth_NE, price_1E + finer_1E, worth_NE.argmax(dim=1), taken_off=True)
@@ -172,11 +194,8 @@ def check_no_nan(scores: Tensor) -> None:
         raise FloatingPointError(f"{int(bad.sum())} of {scores.size(0)} tokens have NaN routing scores")
 
 
-def _normalised(scores_BNE: Tensor) -> Tensor:
-    """Return a copy in at least float32, scaled so that a token's largest and smallest differ by about 1, if any do.
-
-    A constant added to all scores of a token has no influence on the assignment; it is subtracted, so that a large one
-    cannot hide the differences between experts. The unit is the median token's spread, which outliers do not move.
+def _finite_values(scores_BNE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a copy in at least float32, an eighth of the scores, and each token's smallest and largest value.
 
     Raises:
         FloatingPointError: a score is NaN.
@@ -191,9 +210,18 @@ def _normalised(scores_BNE: Tensor) -> Tensor:
         check_no_nan(scores_BNE.flatten(0, 1))
         values = torch.stack([_finite(problem) for problem in values])
         low, high = values.amin(dim=2, keepdim=True), values.amax(dim=2, keepdim=True)
-    spread_BN = (high - low).squeeze(2)
+    return values, low, high
+
+
+def _normalise(values_BNE: Tensor, low_BN1: Tensor, high_BN1: Tensor) -> None:
+    """Scales the values in place so that a token's largest and smallest differ by about 1, if any do.
+
+    A constant added to all scores of a token has no influence on the assignment; it is subtracted, so that a large one
+    cannot hide the differences between experts. The unit is the median token's spread, which outliers do not move.
+    """
+    spread_BN = (high_BN1 - low_BN1).squeeze(2)
     unit_B = torch.where(spread_BN > 0, spread_BN, torch.nan).nanmedian(dim=1).values.nan_to_num(nan=1.0)
-    return values.sub_(high).div_(unit_B.view(-1, 1, 1))
+    values_BNE.sub_(high_BN1).div_(unit_B.view(-1, 1, 1))
 
 
 def _finite(values: Tensor) -> Tensor:
@@ -204,32 +232,36 @@ def _finite(values: Tensor) -> Tensor:
     return values.clamp(low - beyond, high + beyond)
 
 
-def _tie_noise(num_tokens: int, num_experts: int, like: Tensor) -> Tensor:
+@lru_cache(maxsize=8)
+def _tie_noise(num_tokens: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers in [0, 1), (N, E), with no pattern that tokens or experts share; the same ones every time."""
     token_N1 = torch.arange(num_tokens, dtype=torch.float64, device="cpu").mul_(0.6180339887498949).frac_().unsqueeze(1)
     expert_E = torch.arange(num_experts, dtype=torch.float64, device="cpu").mul_(0.7548776662466927).frac_()
-    token_N1, expert_E = token_N1.to(like), expert_E.to(like)
+    token_N1, expert_E = token_N1.to(device, dtype), expert_E.to(device, dtype)
     return torch.addcmul(expert_E, token_N1, 1 + 7 * expert_E).frac_()
 
 
-def equal_load_prices(values_BNE: Tensor) -> Tensor:
-    """Return the prices of the experts, (B, 1, E), from values whose unit is the usual spread of a token, (B, N, E)."""
-    num_problems, num_tokens, num_experts = values_BNE.shape
+def equal_load_prices(values_BNE: Tensor, sample_M: Tensor | None = None) -> Tensor:
+    """Return the prices of the experts, (B, 1, E).
+
+    Args:
+        values_BNE: (B, N, E), whose unit is the usual spread of a token.
+        sample_M: tokens with which the search begins, (M,); all by default.
+    """
+    num_problems, _, num_experts = values_BNE.shape
     price_B1E = values_BNE.new_zeros(num_problems, 1, num_experts)
-    num_sampled = max(SMALLEST_SAMPLE, SAMPLE_PER_EXPERT * num_experts)
-    if 2 * num_sampled > num_tokens:
+    if sample_M is None:
         return _newton(values_BNE, price_B1E, COARSE + FINE)
-    sample_M = _sample(num_tokens, num_sampled, values_BNE.device)
     price_B1E = _newton(values_BNE.index_select(1, sample_M), price_B1E, COARSE)
     return _newton(values_BNE, price_B1E, FINE)
 
 
-_prices = Replayed(equal_load_prices)
-
-
 @lru_cache(maxsize=16)
-def _sample(num_tokens: int, num_sampled: int, device: torch.device) -> Tensor:
-    """Return the tokens of the sample, (M,); the same on every device."""
+def _sample(num_tokens: int, num_experts: int, device: torch.device) -> Tensor | None:
+    """Return the tokens of a sample, (M,), the same on every device; None where all are too few for one."""
+    num_sampled = max(SMALLEST_SAMPLE, SAMPLE_PER_EXPERT * num_experts)
+    if 2 * num_sampled > num_tokens:
+        return None
     generator = torch.Generator().manual_seed(num_tokens)
     return torch.randperm(num_tokens, generator=generator, device="cpu")[:num_sampled].to(device)
 

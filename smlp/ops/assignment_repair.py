@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smlp.ops.rows import occurrences
+
 #: tokens looked at for each one that has to move, so that every full expert finds some of its own
 _CANDIDATES = 4
 _MORE_CANDIDATES = 64
@@ -25,7 +27,7 @@ _EPSILON = 1e-9
 def num_to_move(owner_N: Tensor, num_experts: int) -> int:
     """Count the tokens beyond ``ceil(N/E)`` at their experts."""
     capacity = -(-owner_N.numel() // num_experts)
-    return int((owner_N.bincount(minlength=num_experts) - capacity).clamp(min=0).sum())
+    return int((occurrences(owner_N, num_experts) - capacity).clamp(min=0).sum())
 
 
 def move_cheapest(worth_NE: Tensor, best_N: Tensor, owner_N: Tensor, price_E: Tensor) -> None:
@@ -43,7 +45,7 @@ def move_cheapest(worth_NE: Tensor, best_N: Tensor, owner_N: Tensor, price_E: Te
     num_tokens, num_experts = worth_NE.shape
     capacity_E = _capacity(price_E, num_tokens)
     while True:
-        excess_E = owner_N.bincount(minlength=num_experts) - capacity_E
+        excess_E = occurrences(owner_N, num_experts) - capacity_E
         num_moves = int(excess_E.clamp(min=0).sum())
         if num_moves == 0:
             return

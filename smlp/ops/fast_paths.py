@@ -28,13 +28,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: positions in a strip of a causal product; each strip's block on the diagonal is computed in full
 TRIANGLE_STRIP = 128
-#: positions from which a GPU computes a causal product by Triton's kernels; a guess, to be measured on a GPU
-FUSED_TOKENS = 128
+#: multiplications of a causal product, with the empty half, from which a GPU computes it by Triton's kernels: below,
+#: torch's products are launched in less time
+FUSED_MULTIPLICATIONS = 2**33
 #: of which the features of a head are a multiple there: otherwise Triton loads numbers one by one, and takes 4 times as
 #: long as torch
 FUSED_WIDTH = 16
-#: dtypes that these kernels accept
-FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: dtypes in which these kernels are faster than torch's products
+FUSED_DTYPES = (torch.bfloat16, torch.float16)
 #: most bands of rows into which a matrix is cut to multiply it with few vectors, on a CPU
 BANDS = 16
 #: number of scores from which their product with a vector is taken by bands, on a CPU
@@ -52,6 +53,8 @@ SMALL_EXPERT_MULTIPLICATIONS = 2**20
 TOKENS_AT_A_TIME = 4096
 #: rows of experts with padding, as a multiple of their tokens, up to which a GPU computes all experts at once
 MOST_PADDING = 4
+#: multiplications in a product of one of them, on the average, up to which it does
+PADDED_MULTIPLICATIONS = 2**30
 #: logits whose probabilities are computed at a time: what a CPU's cache holds, and enough to keep a GPU busy
 LOGITS_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
 #: scores up to which a balanced assignment is repaired to the optimum
@@ -221,7 +224,7 @@ def fuse(num_tokens: int, start: int, *tensors: Tensor) -> bool:
         runs_triton(first.device)
         and not _recorded(tensors)
         and start == 0
-        and num_tokens >= FUSED_TOKENS
+        and first.numel() * num_tokens >= FUSED_MULTIPLICATIONS
         and first.size(-1) % FUSED_WIDTH == 0
         and first.dtype in FUSED_DTYPES
         and allowed(*tensors)
@@ -253,16 +256,6 @@ def _recorded(tensors: tuple[Tensor, ...]) -> bool:
         or any(not getattr(mode, "any_operator", False) for mode in _get_current_dispatch_mode_stack())
         or any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
     )
-
-
-def product_precision(dtype: torch.dtype, device: torch.device) -> str:
-    """Return how torch computes products on this device: "tf32" if it rounds float32 factors, else "ieee"."""
-    if dtype != torch.float32 or device.type != "cuda":
-        return "ieee"
-    matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # torch 2.9 or newer, where it also reflects the older setting
-        return "tf32" if matmul.fp32_precision == "tf32" else "ieee"
-    return "tf32" if matmul.allow_tf32 else "ieee"
 
 
 def assign_exactly(num_tokens: int, num_experts: int) -> bool:
@@ -297,12 +290,14 @@ def groups_products(x_AI: Tensor, num_hidden: int) -> bool:
 
 
 def pads_experts(counts: Sequence[int], x_AI: Tensor, num_hidden: int) -> bool:
-    """Return whether a GPU gives all experts as many rows as the busiest one has: if that is not many rows more, and
-    there is no grouped product.
+    """Return whether a GPU gives all experts as many rows as the busiest one has: if that is not many rows more, their
+    products are not so large that a launch for each costs little, and there is no grouped product.
     """
-    num_rows, most = sum(counts), max(counts, default=0)
-    is_even = 0 < len(counts) * most <= MOST_PADDING * num_rows and len(counts) * most > num_rows
-    return x_AI.is_cuda and is_even and not groups_products(x_AI, num_hidden)
+    num_rows, num_experts = sum(counts), len(counts)
+    padded = num_experts * max(counts, default=0)
+    is_small = x_AI.numel() * num_hidden <= num_experts * PADDED_MULTIPLICATIONS
+    fits = num_rows < padded <= MOST_PADDING * num_rows
+    return x_AI.is_cuda and is_small and fits and not groups_products(x_AI, num_hidden)
 
 
 def shares_small_experts(counts: Sequence[int], x_AI: Tensor, num_hidden: int) -> bool:
@@ -328,9 +323,9 @@ def skips_dropped(x: Tensor) -> bool:
 
 
 def fuses_adam(parameters: Iterable[Tensor]) -> bool:
-    """Return whether one kernel updates these parameters: all in float32 on a CPU, and so their gradients."""
+    """Return whether one kernel updates these parameters: all in float32 on CPUs and GPUs, and so their gradients."""
     return not _only_obvious() and all(
-        value.device.type == "cpu" and value.dtype == torch.float32 and value.layout == torch.strided
+        value.device.type in ("cpu", "cuda") and value.dtype == torch.float32 and value.layout == torch.strided
         for parameter in parameters
         for value in (parameter, parameter.grad)
         if value is not None

@@ -14,10 +14,9 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from smlp.ops.fast_paths import product_precision
-from smlp.ops.tolerances import allowed_share, largest_share
+from smlp.ops.tolerances import SHARE, largest_share
 
-#: whether the kernels passed the check, by device, dtype, precision of products and whether there is a gate
+#: whether the kernels passed the check, by device, dtype and whether there is a gate
 _believed: dict[Hashable, bool] = {}
 
 #: n, T, h and c of the check: several tiles in each direction, the last ones ragged
@@ -28,7 +27,7 @@ _NUM_SEQS = (3, 16)
 
 def fused_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None) -> Tensor | None:
     """Compute :func:`smlp.ops.causal_spatial_projection` by Triton's kernels; return None if they fail the check."""
-    kind = (x_Bnhc.device, x_Bnhc.dtype, product_precision(x_Bnhc.dtype, x_Bnhc.device), gate_Bnhc is not None)
+    kind = (x_Bnhc.device, x_Bnhc.dtype, gate_Bnhc is not None)
     believed = _believed.get(kind)
     if believed is None:
         believed = _believed[kind] = _check(x_Bnhc.device, x_Bnhc.dtype, gate_Bnhc is not None)
@@ -81,7 +80,6 @@ def _compare(device: torch.device, dtype: torch.dtype, with_gate: bool, num_seqs
     weight_hTT.masked_fill_(above, torch.nan)  # must not matter
     want = _reference(grad_Bnhc, x_Bnhc, weight_hTT, bias_hT, gate_Bnhc)
     names = ("output", "gradient of x", "gradient of the weights", "gradient of the bias", "gradient of the gate")
-    allowed = allowed_share(dtype, product_precision(dtype, device))
     for number in range(NUM_CHOICES):
         with prescribed(number):
             out_Bnhc = fused_forward(x_Bnhc, weight_hTT, bias_hT, gate_Bnhc)
@@ -90,8 +88,10 @@ def _compare(device: torch.device, dtype: torch.dtype, with_gate: bool, num_seqs
             if ours is None or theirs is None:
                 continue
             share = largest_share(ours, theirs)
-            if not share <= allowed:
-                raise FloatingPointError(f"the {name} is off by {share:.2g} of its largest value, allowed {allowed:g}")
+            if not share <= SHARE[dtype]:
+                raise FloatingPointError(
+                    f"the {name} is off by {share:.2g} of its largest value, allowed {SHARE[dtype]:g}"
+                )
         if gradients[1].masked_select(above).any():
             raise FloatingPointError("weights above the diagonal have a gradient")
 

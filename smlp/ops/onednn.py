@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from smlp.ops.tolerances import allowed_share, largest_share
+from smlp.ops.tolerances import SHARE, largest_share
 
 
 def mapped(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -89,7 +89,7 @@ def right() -> bool:
     x, weight, y = x_NI.double(), weight_OI.double(), y_NO.double()
     want = x @ weight.t() + weight[:, 0], y @ weight, y.t() @ x
     share = max(largest_share(*pair) for pair in zip(got, want, strict=True))
-    if share <= allowed_share(torch.float32):
+    if share <= SHARE[torch.float32]:
         return True
     warnings.warn(
         f"products by oneDNN are off by {share:.2g} of their largest value on this CPU; MKL is used instead",

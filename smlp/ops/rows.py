@@ -1,4 +1,4 @@
-"""Permute and sum rows, with gradients that only gather rows and keep none.
+"""Permute, sum and count rows; gradients only gather rows and keep none.
 
 Letters: ``N`` rows, ``A`` rows that are summed, ``H`` columns.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smlp.ops.fast_paths import allowed
+from smlp.ops.fast_paths import allowed, is_traced
 
 _Take = Callable[[Tensor, Tensor], Tensor]
 
@@ -101,3 +101,12 @@ def permuted_rows(x_NH: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
         ``x_NH[order_N]``, (N, H).
     """
     return _permuted(x_NH, order_N, inverse_N, _rows)
+
+
+def occurrences(number_Q: Tensor, num_kinds: int) -> Tensor:
+    """Return how often each of the numbers 0 .. K-1 occurs among some, (Q,) to (K,), int64."""
+    if is_traced():  # the size of what bincount returns depends on the values
+        return (number_Q.unsqueeze(1) == torch.arange(num_kinds, device=number_Q.device)).sum(dim=0)
+    if number_Q.is_cuda:  # for which bincount waits
+        return number_Q.new_zeros(num_kinds).scatter_add_(0, number_Q, torch.ones_like(number_Q))
+    return torch.bincount(number_Q, minlength=num_kinds)

@@ -107,7 +107,8 @@ def _by_shearing(central_hL: Tensor, num_tokens: int) -> Tensor:
     num_heads, length = central_hL.shape
     repeated_hX = central_hL.unsqueeze(1).expand(-1, num_tokens, -1).reshape(num_heads, num_tokens * length)
     first, size = num_tokens - 1, num_tokens * (length - 1)
-    return repeated_hX[:, first : first + size].view(num_heads, num_tokens, length - 1)[:, :, :num_tokens]
+    rows_hnk = repeated_hX[:, first : first + size].view(num_heads, num_tokens, length - 1)
+    return rows_hnk[:, :, :num_tokens].contiguous()  # rows at other distances take products twice as long
 
 
 def _projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int, is_lower: bool) -> Tensor:

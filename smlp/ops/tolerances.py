@@ -11,18 +11,6 @@ from torch import Tensor
 #: largest difference as a share of the largest value: some units in the last place of a number that was rounded twice:
 #: first the gradient behind a gate, then the result
 SHARE = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
-#: the same for float32 where products round their factors to TF32, which has the 10 fraction bits of float16
-SHARE_TF32 = 3e-3
-
-
-def allowed_share(dtype: torch.dtype, precision: str = "ieee") -> float:
-    """Return the largest allowed difference as a share of the largest value.
-
-    Args:
-        dtype: float32, float16 or bfloat16.
-        precision: "tf32" if products round their factors so.
-    """
-    return SHARE_TF32 if precision == "tf32" else SHARE[dtype]
 
 
 def largest_share(got: Tensor, want: Tensor) -> float:

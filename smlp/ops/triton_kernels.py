@@ -20,12 +20,12 @@ def _wide(number):
 
 
 @triton.jit
-def _product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+def _product(left, right, total, WIDEN: tl.constexpr):
     """Return ``total + left @ right``."""
     if WIDEN:  # Triton's interpreter reads the bits of bfloat16 as integers
         left = left.to(tl.float32)
         right = right.to(tl.float32)
-    return tl.dot(left, right, total, input_precision=PRECISION)
+    return tl.dot(left, right, total)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -38,8 +38,8 @@ def project(
     gate_seq, gate_token, gate_head, gate_feature,
     grad_seq, grad_token, grad_head, grad_feature,
     out_seq, out_token,
-    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of ``y = tril(W) x + b``, or of ``tril(W)^T x``, and what follows from it.
 
@@ -52,13 +52,9 @@ def project(
     """
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    num_row_tiles, num_column_tiles = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
-    if BY_COLUMNS:
-        row_tile = tile % num_row_tiles
-        column_tile = tile // num_row_tiles
-    else:
-        row_tile = tile // num_column_tiles
-        column_tile = tile % num_column_tiles
+    num_row_tiles = tl.cdiv(num_tokens, BLOCK_M)
+    row_tile = tile % num_row_tiles  # those of the same columns follow each other, which keeps x in the cache
+    column_tile = tile // num_row_tiles
     if not TRANSPOSED:
         row_tile = num_row_tiles - 1 - row_tile  # in both cases the longest sums begin first
     first_row = row_tile * BLOCK_M
@@ -80,7 +76,7 @@ def project(
         for start in range(0, first_row, BLOCK_K):
             weight_block = tl.load(weight_tile + _wide(start) * weight_step, mask=in_context, other=0.0)
             x_block = tl.load(x_tile + _wide(start) * x_token, mask=is_column, other=0.0)
-            total = _product(weight_block, x_block, total, PRECISION, WIDEN)
+            total = _product(weight_block, x_block, total, WIDEN)
     for start in range(first_row, tl.minimum(first_row + BLOCK_M, num_tokens), BLOCK_K):
         at = start + steps
         inside = in_context & (at < context)[None, :]
@@ -92,14 +88,14 @@ def project(
         weight_block = tl.where(seen, weight_block, 0.0)  # whatever lies above the diagonal, NaN too
         is_token = (at < num_tokens)[:, None]
         x_block = tl.load(x_tile + _wide(start) * x_token, mask=is_token & is_column, other=0.0)
-        total = _product(weight_block, x_block, total, PRECISION, WIDEN)
+        total = _product(weight_block, x_block, total, WIDEN)
     if TRANSPOSED:
         for start in range(first_row + BLOCK_M, num_tokens, BLOCK_K):
             is_token = start + steps < num_tokens
             inside = in_context & is_token[None, :]
             weight_block = tl.load(weight_tile + _wide(start) * weight_step, mask=inside, other=0.0)
             x_block = tl.load(x_tile + _wide(start) * x_token, mask=is_token[:, None] & is_column, other=0.0)
-            total = _product(weight_block, x_block, total, PRECISION, WIDEN)
+            total = _product(weight_block, x_block, total, WIDEN)
 
     wanted = (rows < num_tokens)[:, None] & is_column
     row = rows.to(tl.int64)[:, None]
@@ -154,7 +150,7 @@ def weight_gradient(
     num_tokens, context, num_seqs, width,
     grad_seq, grad_token, grad_head, grad_feature,
     x_seq, x_token, x_head, x_feature,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    SPLIT: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Compute one lower tile of ``sum over B, c of grad[m] x[k]``, or one of several parts of that sum.
@@ -188,7 +184,7 @@ def weight_gradient(
         x_tile = x_columns + (sequence * x_seq + features * x_feature)[:, None]
         grad_block = tl.load(grad_tile, mask=is_row & is_feature[None, :], other=0.0)
         x_block = tl.load(x_tile, mask=is_feature[:, None] & is_column, other=0.0)
-        total = _product(grad_block, x_block, total, PRECISION, WIDEN)
+        total = _product(grad_block, x_block, total, WIDEN)
     if SPLIT:
         number = (part * tl.num_programs(1) + head) * tl.num_programs(0) + tile
         within = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -23,36 +23,23 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from smlp.ops.fast_paths import first_order_only, product_precision
+from smlp.ops.fast_paths import first_order_only
 from smlp.ops.triton_kernels import add_parts, project, weight_gradient
 
 Settings = dict[str, int]
 
-#: by bytes of an element. Shared memory: (BLOCK_M + BLOCK_N) * BLOCK_K * bytes * num_stages, at most 160 KiB on sm_80.
-PROJECTION: dict[int, list[Settings]] = {
-    2: [
-        {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3, "BY_COLUMNS": True},
-        {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3, "BY_COLUMNS": True},
-        {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4, "BY_COLUMNS": True},
-    ],
-    4: [
-        {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3, "BY_COLUMNS": True},
-        {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3, "BY_COLUMNS": True},
-        {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 8, "num_stages": 3, "BY_COLUMNS": True},
-    ],
-}
-WEIGHT_GRADIENT: dict[int, list[Settings]] = {
-    2: [
-        {"BLOCK": 128, "num_warps": 8, "num_stages": 3},
-        {"BLOCK": 128, "num_warps": 4, "num_stages": 3},
-        {"BLOCK": 128, "num_warps": 8, "num_stages": 4},
-    ],
-    4: [
-        {"BLOCK": 64, "num_warps": 4, "num_stages": 3},
-        {"BLOCK": 64, "num_warps": 8, "num_stages": 3},
-        {"BLOCK": 64, "num_warps": 4, "num_stages": 4},
-    ],
-}
+#: the fastest of the trials on an H200 (docs/performance.md). Shared memory: (BLOCK_M + BLOCK_N) * BLOCK_K * 2 bytes *
+#: num_stages, at most 160 KiB on sm_80
+PROJECTION: list[Settings] = [
+    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
+]
+WEIGHT_GRADIENT: list[Settings] = [
+    {"BLOCK": 128, "num_warps": 4, "num_stages": 3},
+    {"BLOCK": 128, "num_warps": 8, "num_stages": 4},
+    {"BLOCK": 128, "num_warps": 8, "num_stages": 3},
+]
 NUM_CHOICES = 3
 
 #: whether TRITON_INTERPRET was set when Triton was imported
@@ -142,12 +129,11 @@ def _project(
 
     def run(settings: Settings) -> None:
         num_tiles = triton.cdiv(num_tokens, settings["BLOCK_M"]) * triton.cdiv(num_columns, settings["BLOCK_N"])
-        project[(num_tiles, num_heads)](*arguments, TRANSPOSED=transposed, **_precision(x_Bnhc), **settings)
+        project[(num_tiles, num_heads)](*arguments, TRANSPOSED=transposed, WIDEN=INTERPRETED, **settings)
 
     kind = (transposed, gate_Bnhc is None, grad_Bnhc is None, x_Bnhc.device, x_Bnhc.dtype)
     with torch.cuda.device_of(x_Bnhc):
-        choices = PROJECTION[x_Bnhc.element_size()]
-        launch(run, choices, (kind, size_class(num_tokens, num_columns, num_heads)))
+        launch(run, PROJECTION, (kind, size_class(num_tokens, num_columns, num_heads)))
 
 
 def _weight_gradient(grad_Bnhc: Tensor, x_Bnhc: Tensor, weight_hTT: Tensor) -> Tensor:
@@ -155,8 +141,7 @@ def _weight_gradient(grad_Bnhc: Tensor, x_Bnhc: Tensor, weight_hTT: Tensor) -> T
     num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
     context = weight_hTT.size(1)
     grad_weight_hTT = torch.empty(weight_hTT.shape, dtype=weight_hTT.dtype, device=weight_hTT.device)
-    choices = WEIGHT_GRADIENT[x_Bnhc.element_size()]
-    block = choices[0]["BLOCK"]
+    block = WEIGHT_GRADIENT[0]["BLOCK"]
     num_rows = triton.cdiv(context, block)
     num_tiles = num_rows * (num_rows + 1) // 2
     block_of_width = min(max(triton.next_power_of_2(width), _FEWEST_FEATURES), _MOST_FEATURES)
@@ -169,14 +154,14 @@ def _weight_gradient(grad_Bnhc: Tensor, x_Bnhc: Tensor, weight_hTT: Tensor) -> T
         out = grad_weight_hTT
     sizes = (num_tokens, context, num_seqs, width)
     arguments = (grad_Bnhc, x_Bnhc, out, *sizes, *grad_Bnhc.stride(), *x_Bnhc.stride())
-    constants = {"SPLIT": num_parts > 1, "BLOCK_C": block_of_width, **_precision(x_Bnhc)}
+    constants = {"SPLIT": num_parts > 1, "BLOCK_C": block_of_width, "WIDEN": INTERPRETED}
 
     def run(settings: Settings) -> None:
         weight_gradient[(num_tiles, num_heads, num_parts)](*arguments, **constants, **settings)
 
     kind = (x_Bnhc.device, x_Bnhc.dtype, num_parts, block_of_width)
     with torch.cuda.device_of(x_Bnhc):
-        launch(run, choices, (kind, size_class(context, num_steps, num_heads)))
+        launch(run, WEIGHT_GRADIENT, (kind, size_class(context, num_steps, num_heads)))
         if num_parts > 1:
             grid = (num_tiles, num_heads, triton.cdiv(block, _STRIP))
             add_parts[grid](out, grad_weight_hTT, context, num_parts, STRIP=_STRIP, BLOCK=block)
@@ -198,11 +183,6 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 def _strides(tensor_Bnhc: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0, 0) if tensor_Bnhc is None else tensor_Bnhc.stride()
-
-
-def _precision(x: Tensor) -> dict[str, str | bool]:
-    """Return how to compute products: as torch computes its own on this device."""
-    return {"PRECISION": product_precision(x.dtype, x.device), "WIDEN": INTERPRETED}
 
 
 @contextlib.contextmanager

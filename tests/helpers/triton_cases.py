@@ -22,7 +22,7 @@ from smlp.config.presets import preset
 from smlp.nn.blocks import SpatialGatingUnit
 from smlp.nn.state import ForwardContext
 from smlp.ops import causal_spatial_projection, fast_paths, first_use
-from smlp.ops.tolerances import allowed_share, largest_share
+from smlp.ops.tolerances import SHARE, largest_share
 
 CASES = {}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -162,7 +162,7 @@ def chosen():
     first_use._believed.clear()
     with (
         mock.patch.object(fast_paths, "runs_triton", lambda device: True),
-        mock.patch.object(fast_paths, "FUSED_TOKENS", 1),
+        mock.patch.multiple(fast_paths, FUSED_MULTIPLICATIONS=1, FUSED_WIDTH=1, FUSED_DTYPES=DTYPES),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -210,7 +210,7 @@ def a_gating_unit_takes_one_kernel():
         again = checkpoint(lambda: unit(*z.chunk(2, dim=2), ForwardContext()), use_reentrant=False)
         recomputed = torch.autograd.grad(again.square().sum(), leaves)
     for our, their in zip((got, *ours, *recomputed), (want, *theirs, *theirs), strict=True):
-        assert largest_share(our.detach(), their.detach()) <= allowed_share(torch.float32)
+        assert largest_share(our.detach(), their.detach()) <= SHARE[torch.float32]
 
 
 def falls_back(kernel, broken, *words):
@@ -223,7 +223,7 @@ def falls_back(kernel, broken, *words):
             out = causal_spatial_projection(*inputs[:3], gate_Bmhc=inputs[3])
             assert not by_kernels(out)
             want = spatial_reference(*(tensor.double() for tensor in inputs))
-            assert largest_share(out.detach(), want.detach()) <= allowed_share(torch.float32)
+            assert largest_share(out.detach(), want.detach()) <= SHARE[torch.float32]
     (warning,) = caught
     text = str(warning.message)
     assert warning.category is RuntimeWarning and "\n" not in text

@@ -19,25 +19,24 @@ UPPER = {"TRANSPOSED": True, "bias": None, "weight_row": 1}
 LOWER = {"TRANSPOSED": False, "weight_step": 1}
 PLAIN = {"gate": None, "grad": None, "grad_gate": None}
 
-#: name, kernel, type, precision, constants
+#: name, kernel, type, constants
 KERNELS = [
-    ("gradients of a gate", "project", "bf16", "ieee", LOWER),
-    ("transposed", "project", "fp16", "ieee", {**UPPER, **PLAIN}),
-    ("weights", "weight_gradient", "bf16", "ieee", {"SPLIT": False, "BLOCK_C": 64}),
-    ("weights, in parts", "weight_gradient", "fp16", "ieee", {"SPLIT": True, "BLOCK_C": 16}),
-    ("forward, TF32", "project", "fp32", "tf32", {**LOWER, **PLAIN}),
-    ("parts", "add_parts", "bf16", None, {"STRIP": 16, "BLOCK": 128}),
+    ("gradients of a gate", "project", "bf16", LOWER),
+    ("transposed", "project", "fp16", {**UPPER, **PLAIN}),
+    ("weights", "weight_gradient", "bf16", {"SPLIT": False, "BLOCK_C": 64}),
+    ("weights, in parts", "weight_gradient", "fp16", {"SPLIT": True, "BLOCK_C": 16}),
+    ("forward", "project", "bf16", {**LOWER, **PLAIN}),
+    ("parts", "add_parts", "bf16", {"STRIP": 16, "BLOCK": 128}),
 ]
 
 
-def compiled(kernel, dtype, precision, constants, capability):
+def compiled(kernel, dtype, constants, capability):
     """What the compiler makes of a kernel with its first launch settings."""
     function = getattr(triton_kernels, kernel)
-    num_bytes = 4 if dtype == "fp32" else 2
     choices = {"project": triton_spatial.PROJECTION, "weight_gradient": triton_spatial.WEIGHT_GRADIENT}
-    settings = choices[kernel][num_bytes][0] if kernel in choices else {}
+    settings = choices[kernel][0] if kernel in choices else {}
     options = {name: value for name, value in settings.items() if name.startswith("num_")}
-    given = {**NEIGHBOURS, **constants, **settings, "PRECISION": precision, "WIDEN": False}
+    given = {**NEIGHBOURS, **constants, **settings, "WIDEN": False}
     constants = {name: given[name] for name in function.arg_names if name in given}
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):

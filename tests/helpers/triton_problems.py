@@ -4,16 +4,15 @@ import torch
 from comparing import spatial_reference
 
 from smlp.ops import first_use
-from smlp.ops.tolerances import allowed_share, largest_share
+from smlp.ops.tolerances import SHARE, largest_share
 
 
 def small_tiles():
     """Tiles of the least size that a GPU's matrix products have, so that little data takes many."""
     from smlp.ops import triton_spatial
 
-    for num_bytes in (2, 4):
-        triton_spatial.PROJECTION[num_bytes] = [{"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 16}]
-        triton_spatial.WEIGHT_GRADIENT[num_bytes] = [{"BLOCK": 16}]
+    triton_spatial.PROJECTION = [{"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 16}]
+    triton_spatial.WEIGHT_GRADIENT = [{"BLOCK": 16}]
     triton_spatial.NUM_CHOICES = 1
     first_use._SIZES, first_use._NUM_SEQS = (21, 32, 1, 8), (2,)
 
@@ -43,7 +42,7 @@ def apply(inputs):
 
 def allowed(dtype):
     """The interpreter cuts off what bfloat16 cannot hold, where a GPU rounds: twice the error."""
-    return allowed_share(dtype) * (2 if dtype == torch.bfloat16 else 1)
+    return SHARE[dtype] * (2 if dtype == torch.bfloat16 else 1)
 
 
 def given_gradient(inputs):

@@ -19,6 +19,7 @@ from smlp.nn.encoder import Encoder, cut_context
 from smlp.nn.layers import SpatialWeights
 from smlp.nn.state import DecodingState, ForwardContext
 from smlp.ops import toeplitz_matrices
+from smlp.ops.spatial import _by_shearing
 
 TINY = [arch for arch in ENCODERS if arch.endswith("_tiny")]
 SMALL = {"vocab_size": 30, "max_tokens": 12, "embed_dim": 8, "ffn_dim": 12, "num_dense_layers": 2}
@@ -45,6 +46,10 @@ def test_toeplitz_matrices(n):
     w = torch.randn(3, 2 * n - 1, dtype=torch.double, requires_grad=True)
     want = torch.stack([printed_toeplitz(row, n) for row in w])
     assert_same(toeplitz_matrices(w, n), want, [w], 1e-12)
+    if n > 1:
+        sheared = _by_shearing(w, n)  # as on a GPU
+        assert_same(sheared, want, [w], 1e-12)
+        assert sheared.is_contiguous()
     for a in range(n):
         for b in range(n):
             assert torch.equal(want[:, a, b], w[:, n - 1 + b - a])

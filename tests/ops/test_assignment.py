@@ -201,7 +201,9 @@ def test_equal_scores_are_assigned_for_the_best_total(kind, num_tokens, num_expe
 
 
 def without_prices(monkeypatch):
-    monkeypatch.setattr("smlp.ops.assignment.equal_load_prices", lambda values: torch.zeros_like(values[:, :1]))
+    monkeypatch.setattr(
+        "smlp.ops.assignment.equal_load_prices", lambda values, sample=None: torch.zeros_like(values[:, :1])
+    )
 
 
 @pytest.fixture
@@ -319,3 +321,11 @@ def test_what_is_no_tensor_of_real_numbers_is_refused(scores):
 def test_a_tensor_without_values_is_refused():
     with pytest.raises(ValueError, match="scores must be a tensor with values, got one on the device meta"):
         balanced_assignment(torch.empty(4, 2, device="meta"))
+
+
+@pytest.mark.parametrize("num_tokens", [64, 4096])
+def test_products_of_autocast_do_not_reach_it(num_tokens):
+    scores = torch.randn(num_tokens, 8, generator=torch.Generator().manual_seed(0))
+    want = balanced_assignment(scores)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(balanced_assignment(scores), want)

@@ -1,5 +1,7 @@
 """Fast paths against slow and obvious references: outputs and every gradient, in float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from comparing import EXACT, assert_same, feed_forward_reference, spatial_reference
@@ -11,6 +13,7 @@ from smlp.ops import (
     causal_spatial_projection,
     expert_feed_forward,
     expert_runs,
+    fast_paths,
     linear,
     permuted_columns,
     permuted_rows,
@@ -20,6 +23,7 @@ from smlp.ops import (
 )
 from smlp.ops.expert_runs import EqualExperts, OneExpert, SmallExperts, UnequalExperts, runs
 from smlp.ops.fast_paths import reference_ops, takes_bands
+from smlp.ops.rows import occurrences
 from smlp.ops.tolerances import SHARE, largest_share
 
 
@@ -227,6 +231,31 @@ def test_experts_in_batches_as_on_a_gpu(counts, with_norm, monkeypatch):
     assert_same(out, expected, [x, *(norm or ()), *weights], tolerance=SHARE[torch.float32])
 
 
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_experts_with_rows_of_zeros_as_on_a_gpu(with_norm, monkeypatch):
+    run_with = []
+    monkeypatch.setattr(expert_runs, "pads_experts", lambda *given: True)
+    monkeypatch.setattr(
+        "smlp.ops.feed_forward.runs", lambda counts, *given: run_with.append(counts) or runs(counts, *given)
+    )
+    for counts in ([4, 0, 5], [0, 9, 0]):
+        test_expert_feed_forward(counts, "gelu", with_norm)
+    assert [5] * 3 in run_with and [9] * 3 in run_with
+
+
+def test_where_a_gpu_pads_experts():
+    def pads(counts, dtype=torch.float32, width=8, num_hidden=16):
+        x = SimpleNamespace(is_cuda=True, dtype=dtype, size=lambda axis: width, numel=lambda: sum(counts) * width)
+        return fast_paths.pads_experts(counts, x, num_hidden)
+
+    assert pads([3, 0, 1]) and pads([3, 0, 1], torch.float16)
+    assert not pads([3, 3, 3]), "nothing to pad"
+    assert not pads([9, 0, 0, 0, 0]), "five times the rows"
+    assert not pads([3, 0, 1], torch.bfloat16), "there is a grouped product"
+    assert not pads([300, 0, 100], width=2**12, num_hidden=2**13), "large products"
+    assert not pads([]) and not pads([0, 0])
+
+
 def test_small_experts_share_a_run_on_a_cpu():
     """Many small experts are one run, few or large ones a run each, and so are all in 16 bits."""
 
@@ -250,6 +279,12 @@ def test_activated_halves(activation):
         (only_first,) = torch.autograd.grad(activated_halves(x, activation)[0].sum(), wide)
         (expected,) = torch.autograd.grad(ACTIVATION_FUNCTIONS[activation](x)[..., :6].sum(), wide)
         torch.testing.assert_close(only_first, expected, rtol=EXACT, atol=EXACT)
+
+
+def test_occurrences():
+    numbers = torch.tensor([2, 0, 2, 3, 2])
+    assert occurrences(numbers, 5).tolist() == [1, 0, 3, 1, 0]
+    assert occurrences(numbers[:0], 2).tolist() == [0, 0]
 
 
 def test_permuted_rows():

@@ -14,6 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from smlp.ops.rows import occurrences
+
 _M = TypeVar("_M", bound="ExpertOffsets")
 
 
@@ -45,7 +47,7 @@ class ExpertOffsets(nn.Module):
     @torch.no_grad()
     def count(self, expert_N: Tensor, scores_NE: Tensor) -> None:
         """Count the experts (N,) that the tokens of a micro-batch chose by these scores (N, E), before drops."""
-        loads_E = torch.bincount(expert_N, minlength=self.value.numel()).double()
+        loads_E = occurrences(expert_N, self.value.numel()).double()
         spread = (scores_NE.amax(dim=1) - scores_NE.amin(dim=1)).double().sum()
         sums = torch.cat([loads_E, spread.view(1)])
         self._pending = sums if self._pending is None else self._pending + sums

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from smlp.config import ModelConfig
-from smlp.moe.plan import RoutingPlan, expert_capacity, occurrences
+from smlp.moe.plan import RoutingPlan, expert_capacity
 from smlp.moe.routers.routing import Routing, ScoredRouterKind, TrainedRouter, register_router
 from smlp.ops.assignment import check_no_nan
+from smlp.ops.rows import occurrences
 from smlp.parallel.spans import ASSIGNMENT, stage
 
 _LOSS_WEIGHTS = ("load_balance_weight", "router_z_weight")
