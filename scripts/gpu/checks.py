@@ -18,9 +18,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +37,13 @@ from smlp.ops.tolerances import SHARE, largest_share
 SKIPPED = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UPDATES = 20
+#: sequences, tokens, heads and width of timed projections, and how often each is repeated
+LAUNCHED = [
+    *((16, 1024, heads, 2048 // heads) for heads in (1, 16)),
+    *((16, 1024, 32, 32), (16, 1024, 4, 256), (8, 2048, 1, 2048), (16, 512, 1, 2048), (16, 256, 1, 2048)),
+    *((2, 1024, 1, 2048), (64, 128, 1, 384)),
+]
+REPLAYS = 20
 #: largest relative difference of a loss between device and CPU, float32, over the first updates and over all
 FIRST_AGREEMENT, AGREEMENT = 1e-4, 2e-2
 SMALL = {"vocab_size": 200, "max_tokens": 64, "embed_dim": 64, "ffn_dim": 128, "dropout": 0.0}
@@ -200,10 +207,11 @@ def fully_sharded(device: str, out: Path) -> str:
 
 
 def launches(device: str, out: Path) -> str:
-    """Time each choice of launch settings, forward and backward, and torch's masked product.
+    """Time a gated projection, forward and backward, by each choice of launch settings and by torch.
 
-    The times say which settings to keep in ``smlp/ops/triton_spatial.py``, and from which T on the kernel is worth
-    choosing (``FUSED_MULTIPLICATIONS``). On a CPU, Triton's interpreter runs the smallest size.
+    The times are the GPU's own, of a recorded graph. They say which settings to keep in ``smlp/ops/triton_spatial.py``,
+    and from how many multiplications on the kernel is worth choosing (``FUSED_MULTIPLICATIONS``). On a CPU, Triton's
+    interpreter runs one small size.
     """
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
@@ -211,33 +219,33 @@ def launches(device: str, out: Path) -> str:
         raise Skipped("needs Triton")
     from smlp.ops.triton_spatial import NUM_CHOICES, FusedProjection, prescribed
 
-    sizes = [(tokens, heads, 2048 // heads) for tokens in (64, 128, 256, 512, 1024, 2048) for heads in (1, 16, 64)]
-    num_seqs, dtype = 16, torch.bfloat16
+    sizes, dtype = LAUNCHED, torch.bfloat16
     if device == "cpu":
-        sizes, num_seqs, dtype = [(16, 1, 16)], 1, torch.float32
+        sizes, dtype = [(1, 16, 1, 16)], torch.float32
     rows = []
-    for tokens, heads, width in sizes:
+    for num_seqs, tokens, heads, width in sizes:
         x, gate = _drawn(device, dtype, *2 * [(num_seqs, tokens, heads, width)])
         weight, bias = _drawn(device, dtype, (heads, tokens, tokens), (heads, tokens))
-        grad = torch.ones_like(x)
-
-        def run(project: Callable[..., Tensor], given: tuple[Tensor, ...], grad: Tensor = grad) -> None:
-            torch.autograd.grad(project(*given), given, grad)
+        given, grad = (x, weight, bias, gate), torch.ones_like(x)
 
         def by_torch(x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
             with reference_ops():
                 return causal_spatial_projection(x, weight, bias, 0, gate)
 
-        given = (x, weight, bias, gate)
-        row = {"tokens": tokens, "heads": heads, "width": width}
-        row["torch"] = _median(partial(run, by_torch, given), device)
+        def seconds(project: Callable[..., Tensor], given: Any = given, grad: Tensor = grad) -> float:
+            return _recorded_seconds(lambda: torch.autograd.grad(project(*given), given, grad), device)
+
+        row = {"sequences": num_seqs, "tokens": tokens, "heads": heads, "width": width, "torch": seconds(by_torch)}
         for number in range(NUM_CHOICES):
             with prescribed(number):
-                row[f"choice {number}"] = _median(partial(run, FusedProjection.apply, given), device)
+                row[f"choice {number}"] = seconds(FusedProjection.apply)
+        row["chosen"] = seconds(FusedProjection.apply)
         rows.append(row)
+        print(", ".join(f"{name} {value:.3g}" for name, value in row.items()), flush=True)
         (out / "launches.json").write_text(json.dumps(rows, indent=1) + "\n")
-    faster = [row for row in rows if min(row[f"choice {n}"] for n in range(NUM_CHOICES)) < row["torch"]]
-    return f"the kernel is faster than torch in {len(faster)} of {len(rows)} sizes"
+    return (
+        f"the kernel is faster than torch in {sum(row['chosen'] < row['torch'] for row in rows)} of {len(rows)} sizes"
+    )
 
 
 CHECKS: dict[str, Callable[[str, Path], str]] = {
@@ -324,17 +332,25 @@ def _losses_of(arch: str, device: str) -> list[float]:
     return found
 
 
-def _median(run: Callable[[], None], device: str) -> float:
-    """Return the median seconds of a function, on a GPU of ten calls in a row; the first two times are not counted."""
-    times, num_calls = [], 10 if device == "cuda" else 1
-    for _ in range(12 if device == "cuda" else 3):
+def _recorded_seconds(run: Callable[[], object], device: str) -> float:
+    """Return the seconds of a call: on a GPU those of a graph of its operations, without the time of their launches."""
+    run()
+    run()  # everything that is measured or compiled at first use
+    if device == "cpu":
         start = time.perf_counter()
-        for _ in range(num_calls):
-            run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / num_calls)
-    return sorted(times[2:])[len(times[2:]) // 2]
+        run()
+        return time.perf_counter() - start
+    torch.cuda.synchronize()
+    graph, (start, end) = torch.cuda.CUDAGraph(), (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.graph(graph):
+        run()
+    for number in range(REPLAYS + 2):
+        if number == 2:
+            start.record()
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / REPLAYS / 1e3
 
 
 def _trained(
