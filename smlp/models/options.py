@@ -56,8 +56,8 @@ RUN_OPTIONS = [
     option(
         "compile",
         bool,
-        "compile the blocks with torch.compile: on an H200 updates take 0.91 (dense Transformer) to 1.23 times (sMLP) as "
-        "long, on a CPU 1.1 times (docs/torch.md)",
+        "compile the blocks with torch.compile: on an H200 updates take 0.91 (dense Transformer) to 1.23 times (sMLP) "
+        "as long, on a CPU 1.1 times (docs/torch.md)",
         default=False,
     ),
     option("spatial_lr_factor", float, "learning rate of spatial weights, as a multiple of --lr", default=1.0),
