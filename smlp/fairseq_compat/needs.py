@@ -129,6 +129,9 @@ def _check_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
     for name in ("memory_efficient_bf16", *(("bf16", "fp16") if has_cuda else ())):
         if common.amp and getattr(common, name):
             raise UserError(f"--amp and --{name.replace('_', '-')} are both given: choose one of the two")
+    suffix = cfg.checkpoint.checkpoint_suffix
+    if "/" in suffix or "\0" in suffix:
+        raise UserError(f"--checkpoint-suffix {suffix!r} is a part of the names of checkpoints, and holds no /")
     if distributed.cpu_offload and distributed.ddp_backend != "fully_sharded":
         raise UserError(f"--cpu-offload needs --ddp-backend fully_sharded, got {distributed.ddp_backend}")
     if distributed.ddp_backend == "fully_sharded" and num_ranks == 1:

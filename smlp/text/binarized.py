@@ -240,11 +240,23 @@ _STEPS = ("binarize", "glue", "squad")
 
 
 def _record_of(path: Path) -> tuple[Path, dict[str, Any] | None]:
-    """Return the manifest of ``smlp data`` that lists a file, and its row there, or None."""
+    """Return the manifest of ``smlp data`` that lists a file, and its row there, or None.
+
+    Raises:
+        UserError: a manifest cannot be read, or is no JSON.
+    """
     for folder in path.parents[:2]:
         manifest = folder / "manifest.json"
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            content = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
+        if not manifest.is_file():
+            continue
+        try:
+            content = json.loads(manifest.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
+            raise UserError(
+                f"{path} cannot be compared with {manifest}: {reason}; make the data again, or delete {manifest.name}"
+            ) from None
+        with contextlib.suppress(LookupError, TypeError, AttributeError):  # a manifest of something else
             for row in content["outputs"] if content.get("step") in _STEPS else ():
                 if folder / row["name"] == path:
                     return manifest, {"bytes": row["bytes"], "sha256": row["sha256"], "step": content["step"]}

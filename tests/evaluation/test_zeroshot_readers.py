@@ -244,6 +244,12 @@ def test_gzip_files_are_read_where_the_plain_ones_are_missing(tmp_path, monkeypa
         read("copa", tmp_path)
 
 
+def test_what_is_no_file_is_not_called_missing(tmp_path):
+    (tmp_path / "val.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"val.jsonl is no regular file"):
+        read("copa", tmp_path)
+
+
 @pytest.mark.parametrize("end", [".zst", ".xz", ".bz2"])
 def test_compressed_files_are_named_where_they_are_missing(tmp_path, end):
     (tmp_path / f"val.jsonl{end}").write_bytes(b"any")

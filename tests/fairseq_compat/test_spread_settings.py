@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from recording import updates_of
 
 from smlp.errors import UserError
 from smlp.fairseq_compat.batches import batch_seed, batch_seeds, for_other_ranks, real_batches_last
+from smlp.fairseq_compat.needs import _check_devices
 from smlp.fairseq_compat.settings import check_backend, check_pairs, check_settings
 
 pytestmark = pytest.mark.timeout(120)
@@ -69,6 +71,30 @@ def test_sharding_of_parameters_needs_gpus():
     with pytest.raises(UserError, match="--ddp-backend fully_sharded needs GPUs"):
         check_backend(configuration(distributed_training__ddp_backend="fully_sharded"), has_cuda=False)
     check_backend(configuration(), has_cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("common", "backend", "has_cuda", "message"),
+    [
+        ({"amp": True, "bf16": True}, "legacy_ddp", True, "--amp and --bf16 are both given"),
+        ({"amp": True, "fp16": True}, "legacy_ddp", True, "--amp and --fp16 are both given"),
+        ({"amp": True, "memory_efficient_bf16": True}, "legacy_ddp", False, "--amp and --memory-efficient-bf16 are"),
+        ({"amp": True, "bf16": True}, "legacy_ddp", False, None),  # --amp has no effect on a CPU
+        ({}, "fully_sharded", True, "--ddp-backend fully_sharded divides the parameters among ranks"),
+    ],
+)
+def test_what_one_gpu_cannot_do(common, backend, has_cuda, message):
+    flags = dict.fromkeys(("amp", "bf16", "fp16", "memory_efficient_bf16", "tpu"), False)
+    distributed = {"ddp_backend": backend, "zero_sharding": "none", "cpu_offload": False}
+    subsets = {"train_subset": "train", "valid_subset": "valid", "combine_valid_subsets": False}
+    config = SimpleNamespace(
+        common=SimpleNamespace(**{**flags, **common}),
+        distributed_training=SimpleNamespace(**distributed),
+        checkpoint=SimpleNamespace(checkpoint_suffix=""),
+        dataset=SimpleNamespace(**subsets),
+    )
+    with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
+        _check_devices(config, 1, has_cuda)
 
 
 @pytest.mark.parametrize("betas", ["(0.9", "0.9", "(0.9, 1.0)", "(0.9, 0.98, 0.99)", "('a', 'b')", "(0.9, -0.1)", ""])

@@ -152,13 +152,19 @@ def test_a_flipped_bit_is_found_by_the_sum_in_a_manifest(tmp_path, folder):
                 read()
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", "not JSON", '{"step": "binarize"}', '{"outputs": 3}', '{"step": "clean"}']
-)
+@pytest.mark.parametrize("content", ["[]", "{}", '{"step": "binarize"}', '{"outputs": 3}', '{"step": "clean"}'])
 def test_another_manifest_is_left_alone(tmp_path, content):
     prefix = write(tmp_path / "train")
     (tmp_path / "manifest.json").write_text(content)
     in_training(prefix, 11)
+
+
+@pytest.mark.parametrize("content", [b"", b"not JSON", b'{"step": "bina', b"\xff", b"[" * 10**5])
+def test_a_damaged_manifest_is_named(tmp_path, content):
+    prefix = write(tmp_path / "train")
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"train.idx cannot be compared with .*manifest.json: it is no JSON; make"):
+        in_training(prefix, 11)
 
 
 def test_a_large_file_is_not_read_at_the_start_but_its_batches_are_checked(tmp_path, monkeypatch):

@@ -40,6 +40,9 @@ def find(data_dir: Path, folders: Sequence[str], names: Sequence[str], source: s
     if found is not None:
         return found
     expected = " or ".join(str(data_dir / folders[0] / name) for name in names)
+    other = next((path for path in _places(data_dir, folders, names) if path.exists()), None)
+    if other is not None:
+        raise UserError(f"{other} is no regular file")
     compressed = next(_candidates(data_dir, folders, [name + end for name in names for end in _COMPRESSED]), None)
     hint = f"it comes from {source}" if compressed is None else f"{compressed} exists: decompress it"
     raise UserError(f"{expected} is missing; {hint}")
@@ -51,12 +54,16 @@ def has_one(data_dir: Path, folders: Sequence[str], names: Sequence[str]) -> boo
 
 
 def _candidates(data_dir: Path, folders: Sequence[str], names: Sequence[str]) -> Iterator[Path]:
+    return filter(Path.is_file, _places(data_dir, folders, names))
+
+
+def _places(data_dir: Path, folders: Sequence[str], names: Sequence[str]) -> Iterator[Path]:
+    """Yield all paths that a file may have, the preferred one first."""
     wanted = {folder.lower() for folder in folders}
     places = [folder for folder in sorted(data_dir.iterdir()) if folder.is_dir() and folder.name.lower() in wanted]
     for name in (*names, *(name + _GZIP for name in names)):
         for place in (*places, data_dir):
-            if (place / name).is_file():
-                yield place / name
+            yield place / name
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
