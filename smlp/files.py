@@ -102,8 +102,12 @@ def regular_file(path: str | Path, what: str = "file") -> Path:
     except ValueError as error:
         raise UserError(f"{str(path)!r} is not a file name: {error}") from None
     if stat.S_ISDIR(mode):
-        raise UserError(f"{path} is a folder: name a {what} in it")
-    raise UserError(f"{path} is not a regular file but a {kind_of(mode)}: name a {what}")
+        raise UserError(f"{path} is a folder: name {_one(what)} in it")
+    raise UserError(f"{path} is not a regular file but a {kind_of(mode)}: name {_one(what)}")
+
+
+def _one(what: str) -> str:
+    return f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
 
 
 def read_bytes(path: str | Path) -> bytes:

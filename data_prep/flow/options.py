@@ -59,11 +59,15 @@ def run_of(args: argparse.Namespace) -> StepRun:
     """Return the run that :func:`add_run_options` describes.
 
     Raises:
-        UserError: the folder is inside one that is read.
+        UserError: the folder is inside one that is read, or holds what is read.
     """
-    for name in ("inputs", "held_out", "train", "valid", "test"):
+    for name in ("inputs", "held_out", "train", "valid", "test", "tokenizer"):
         value = getattr(args, name, None) or []
-        check_apart(args.out, [value] if isinstance(value, Path) else value if isinstance(value, list) else [])
+        places = [value] if isinstance(value, Path) else value if isinstance(value, list) else []
+        check_apart(args.out, places)
+        for place in places:  # --restart would delete it
+            if args.out.is_dir() and place.resolve().is_relative_to(args.out.resolve()):
+                raise UserError(f"the input {place} lies in --out {args.out}: name another --out")
     args.out.mkdir(parents=True, exist_ok=True)
     return StepRun(args.out, args.workers, args.share, args.quiet)
 

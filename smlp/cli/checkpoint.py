@@ -74,10 +74,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     split.add_argument("--parts", type=int, required=True, metavar="P", help="files to split the experts into")
     newest = average.add_mutually_exclusive_group()
     newest.add_argument(
-        "--num-epoch-checkpoints", type=int, metavar="N", help="average the last N checkpointE.pt of a folder"
+        "--num-epoch-checkpoints", **whole(), metavar="N", help="average the last N checkpointE.pt of a folder"
     )
     newest.add_argument(
-        "--num-update-checkpoints", type=int, metavar="N", help="average the last N checkpoint_E_U.pt of a folder"
+        "--num-update-checkpoints", **whole(), metavar="N", help="average the last N checkpoint_E_U.pt of a folder"
     )
     average.add_argument(
         "--checkpoint-upper-bound", type=int, metavar="N", help="ignore checkpoints after this epoch or update"

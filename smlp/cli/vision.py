@@ -7,6 +7,7 @@ import ast
 import importlib
 import math
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from smlp.vision.image_options import check_images, listed
 DESCRIPTION = "images: data, training, evaluation and tables of MLP-Mixer and gMLP, with timm's parts"
 EPILOG = """examples:
   smlp vision data digits --out data/digits
-  smlp vision train --data-dir data/digits --model smlp_mixer_tiny --img-size 8 --epochs 5 --experiment first
+  smlp vision train --data-dir data/digits --model smlp_mixer_tiny --img-size 8 --epochs 20 --experiment first
   smlp vision evaluate output/train/first/model_best.pth.tar --data-dir data/digits
   smlp vision table
 
@@ -44,8 +45,8 @@ The folder OUTPUT/EXPERIMENT gets timm's files: args.yaml, summary.csv, last.pth
 checkpoint-EPOCH.pth.tar of the best epochs. --resume continues bit for bit after the last complete epoch. Several ranks
 train together with --nproc N or torchrun; --batch-size is that of each rank."""
 _TRAIN_EPILOG = """examples:
-  smlp vision train --data-dir data/digits --model smlp_mixer_tiny --img-size 8 --epochs 5 --experiment first
-  smlp vision train --data-dir data/digits --model smlp_mixer_tiny --img-size 8 --epochs 5 \\
+  smlp vision train --data-dir data/digits --model smlp_mixer_tiny --img-size 8 --epochs 20 --experiment first
+  smlp vision train --data-dir data/digits --model smlp_mixer_tiny --img-size 8 --epochs 20 \\
       --resume output/train/first/last.pth.tar
   torchrun --nproc_per_node 8 -m smlp vision train --data-dir imagenet --model smlp_mixer_b16 -b 512 --amp
 
@@ -103,6 +104,12 @@ def _data_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", **whole(), metavar="N", help="keep the first N images of each class and split")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+_AUGMENTATION = (
+    *("train_crop_mode", "scale", "ratio", "hflip", "vflip", "color_jitter", "aa", "train_interpolation", "reprob"),
+    *("remode", "recount"),
+)
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +180,8 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     _number(group, "--decay-rate", rate, 0.1, "step, multistep: factor of a step; poly: the power")
     group = parser.add_argument_group("augmentation and regularisation")
     group.add_argument("--no-aug", action="store_true", help="no augmentation of training images")
-    group.add_argument("--train-crop-mode", metavar="NAME", help="rrc, rkrc or rkrr (default: timm's, rrc)")
+    crops = ("rrc", "rkrc", "rkrr")
+    group.add_argument("--train-crop-mode", choices=crops, help="kind of random crop (default: timm's, rrc)")
     group.add_argument(
         "--scale", type=float, nargs=2, metavar="X", default=[0.08, 1.0], help="area of a random crop (default: 0.08 1)"
     )
@@ -455,6 +463,12 @@ def _train(args: argparse.Namespace) -> int:
         )
     if args.nproc > 1:
         return run_ranks([*this_program(), *without_options(args.words, "--nproc")], args.nproc)
+    if args.warmup_epochs >= args.epochs and not args.warmup_prefix:
+        print(
+            f"smlp: warning: --epochs {args.epochs} ends within the warm-up (--warmup-epochs {args.warmup_epochs}): "
+            f"the learning rate only rises, from {args.warmup_lr:g} towards {args.lr:g}",
+            file=sys.stderr,
+        )
     import_timm()
     from smlp.vision.train import train
 
@@ -500,17 +514,27 @@ def _check_numbers(args: argparse.Namespace) -> None:
         ("--sched step", args.sched == "step", ["decay_epochs"]),
         ("--sched multistep", args.sched == "multistep", ["decay_milestones"]),
         ("--sched step, multistep or poly", args.sched in ("step", "multistep", "poly"), ["decay_rate"]),
+        ("augmentation, which --no-aug turns off", not args.no_aug, _AUGMENTATION),
         ("--reprob", args.reprob > 0, ["remode", "recount"]),
+        ("--warmup-epochs", args.warmup_epochs > 0, ["warmup_lr"]),
         (
             "--mixup or --cutmix",
             args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None,
             ["mixup_prob", "mixup_switch_prob", "mixup_mode", "mixup_off_epoch"],
         ),
+        (
+            "both --mixup and --cutmix",
+            args.mixup > 0 and (args.cutmix > 0 or args.cutmix_minmax is not None),
+            ["mixup_switch_prob"],
+        ),
         ("--model-ema", args.model_ema, ["model_ema_decay", "model_ema_warmup"]),
         *_needs_amp(args),
     )
     refuse_unused(args, _train_options, "{option} has no effect without {companion}", groups)
-    if args.experiment is not None and Path(args.experiment).name != args.experiment:
+    for option, rate in (("--min-lr", args.min_lr), ("--warmup-lr", args.warmup_epochs and args.warmup_lr)):
+        if rate > args.lr:
+            raise UserError(f"{option} {rate:g} is above --lr {args.lr:g}")
+    if args.experiment is not None and (Path(args.experiment).name != args.experiment or args.experiment == ".."):
         raise UserError(f"--experiment {args.experiment!r} is a name for a folder in --output, without '/'")
 
 

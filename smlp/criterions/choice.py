@@ -31,7 +31,7 @@ def settle_criterion(args: Any, arch: str) -> None:
             _fill_in(args)
         elif asked == OURS:
             raise UserError(f"--criterion {OURS} is for language models, and --arch {arch} is an encoder: leave it out")
-        elif asked in _OF_TASKS.values() and asked != _OF_TASKS.get(args.task):
+        elif asked is not None and not _fits(asked, getattr(args, "task", None)):
             raise UserError(f"--criterion {asked} does not fit --task {args.task}: leave it out")
     elif asked == _DEFAULT:
         args.criterion = OURS
@@ -40,6 +40,17 @@ def settle_criterion(args: Any, arch: str) -> None:
         reason = needs_ours(from_training_options(arch, vars(args), vocab_size=2, padding_idx=1))
         if reason:
             raise UserError(f"--criterion {asked} cannot train --arch {arch}: {reason}; leave --criterion out")
+
+
+def _fits(name: str, task: str | None) -> bool:
+    """Return whether a criterion may train an encoder: that of the task, or one of a plug-in."""
+    from fairseq.criterions import CRITERION_REGISTRY
+
+    wanted = _OF_TASKS.get(task or "")
+    if wanted is None:  # a task of a plug-in
+        return name not in _OF_TASKS.values()
+    own = getattr(CRITERION_REGISTRY.get(name), "__module__", "fairseq").partition(".")[0] in ("fairseq", "smlp")
+    return name == wanted or not own
 
 
 def _fill_in(args: Any) -> None:

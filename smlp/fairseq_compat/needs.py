@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from smlp.checkpoint.torch_file import read_structure
+from smlp.criterions.choice import OURS
 from smlp.errors import UserError
 from smlp.files import is_missing, regular_file
 
@@ -208,7 +209,7 @@ def _check_criterion(cfg: Any) -> None:
     made_by = REGISTRIES["criterion"]["registry"][name].__module__.partition(".")[0]
     if name == "composite_loss":  # it would take each sequence for an output, and divide the loss by their number
         raise UserError("--criterion composite_loss is for models of several outputs: leave it out")
-    if made_by == "fairseq" and name not in _CRITERIONS:
+    if (made_by == "fairseq" and name not in _CRITERIONS) or (made_by == "smlp" and name != OURS):
         raise UserError(f"--criterion {name} is for another task than language_modeling: leave it out")
     if name == "adaptive_loss" and not getattr(cfg.model, "adaptive_softmax_cutoff", None):
         raise UserError("--criterion adaptive_loss needs a model with --adaptive-softmax-cutoff")

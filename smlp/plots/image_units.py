@@ -111,6 +111,9 @@ def draw_image_units(state: Mapping[str, torch.Tensor], name: str, out: Path, fi
     mixers, gates, stem = token_units(state), gate_rows(state), state.get(_STEM)
     if stem is None or stem.dim() != 4 or not (mixers or gates):
         raise UserError(f"{name} is not an MLP-Mixer or gMLP with tokens on a square: there is nothing to draw")
+    shown = (stem.float().numpy(), *mixers.values(), *gates.values())
+    if not all(np.isfinite(values).all() for values in shown):
+        raise UserError(f"{name} has weights that are not finite: there is nothing to see in them")
     for block in sorted(mixers)[:NUM_MIXERS]:
         units = mixers[block]
         title = f"{name}, block {block}: hidden units over tokens, low frequencies first, each with its closest inverse"

@@ -253,6 +253,8 @@ def train_all(
         for words in runs.values():
             print(f"smlp vision train {shlex.join(words)}")
         return 0
+    if not Path(comparison.data).is_dir():
+        raise UserError(f"there is no folder {comparison.data} with images: smlp vision data makes one")
     failed: list[str] = []
     with Folder(out).locked("comparison of image models"):
         _settle(comparison, out / "comparison.json")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import timm.utils
 import torch
@@ -24,7 +26,9 @@ from smlp.vision.checkpoints import at_resolution, create_model, load_weights, r
 from smlp.vision.data import class_names, evaluation_loader, open_split, said_by_timm, training_loader
 from smlp.vision.evaluate import precision_of
 
-SUMMARY, LAST = "summary.csv", "last.pth.tar"
+SUMMARY, LAST, _BEST = "summary.csv", "last.pth.tar", "model_best.pth.tar"
+#: options that a resumed optimizer has from its checkpoint
+_OF_THE_OPTIMIZER = ("opt", "opt_eps", "opt_betas", "momentum", "weight_decay", "layer_decay", "lr")
 
 
 def run_folder(args: Namespace) -> Path:
@@ -33,10 +37,41 @@ def run_folder(args: Namespace) -> Path:
         return Path(args.resume).parent
     name = args.experiment or f"{safe_model_name(args.model)}-{args.img_size or 'default'}-{args.seed}"
     folder = Path(args.output or "output/train") / name
-    last = folder / LAST
-    if args.rank == 0 and last.exists() and not (args.resume and last.samefile(args.resume)):
-        raise UserError(f"{folder} already holds a run: continue it with --resume {last}, or name another --experiment")
+    held = next((folder / one for one in (LAST, _BEST, SUMMARY) if (folder / one).exists()), None)
+    if args.rank == 0 and held is not None and not (args.resume and _continues(args.resume, held)):
+        advice = f"continue it with --resume {held}, or name" if held.name == LAST else f"there is {held.name}; name"
+        raise UserError(f"{folder} already holds a run: {advice} another --experiment")
     return folder
+
+
+def _continues(resumed: str, held: Path) -> bool:
+    """Return whether a run goes on where its checkpoint lies: from the last one, or, if that is gone, another."""
+    return held.samefile(resumed) if held.name == LAST else Path(resumed).parent.samefile(held.parent)
+
+
+def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
+    """Refuse to continue a run with other classes, or with options that its optimizer's state would overrule.
+
+    Raises:
+        UserError: the message names what differs.
+    """
+    before = checkpoint.get("args")
+    classes = getattr(before, "classes", args.classes)
+    if classes != args.classes:
+        pairs = zip_longest(classes, args.classes, fillvalue="none")
+        was, now = next((old, new) for old, new in pairs if old != new)
+        raise UserError(
+            f"--resume {args.resume} was trained on other classes ({was!r} where {args.data_dir} has {now!r}): start "
+            "from its weights with --initial-checkpoint"
+        )
+    for name in _OF_THE_OPTIMIZER:
+        now = getattr(args, name)
+        if (was := getattr(before, name, now)) != now:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"--resume {args.resume} goes on with its optimizer, and {option} was {was}, not {now}: give {option} "
+                f"as it was, or start from the weights with --initial-checkpoint"
+            )
 
 
 class Training:
@@ -61,6 +96,8 @@ class Training:
         if len(args.classes) > args.num_classes:
             raise UserError(f"--num-classes {args.num_classes}: {images.reader.root} has {len(args.classes)} classes")
         checkpoint = read_checkpoint(args.resume) if args.resume else None
+        if checkpoint is not None:
+            check_resumed(args, checkpoint)
         initial = read_checkpoint(args.initial_checkpoint) if args.initial_checkpoint else None
         if initial is not None and args.change_resolution:
             initial = at_resolution(initial, args)

@@ -201,7 +201,7 @@ def test_an_encoder_gets_the_criterion_of_its_task():
         settle_criterion(args, "gmlp_mlm_tiny")
         assert args.criterion == criterion
         settle_criterion(args, "gmlp_mlm_tiny")  # as if it had been given
-        for other in {"masked_lm", "span", "sentence_prediction"} - {criterion}:
+        for other in {"masked_lm", "span", "sentence_prediction", "label_smoothed_cross_entropy", "ctc"} - {criterion}:
             with pytest.raises(UserError, match=f"--criterion {other} does not fit --task {task}"):
                 settle_criterion(options(criterion=other, task=task), "gmlp_mlm_tiny")
     assert args.regression_target is False and args.classification_head_name == "sentence_classification_head"

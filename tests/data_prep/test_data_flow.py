@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from running import REPOSITORY
 from data_prep.flow import documents, limits
 from data_prep.flow.documents import Defect, Loss, ReadSettings, Record, read
 from data_prep.flow.manifest import SETTINGS, STATE, Counts, PartResult, is_whole, read_manifest, write_manifest
+from data_prep.flow.options import run_of
 from data_prep.flow.parts import FilePart, find_files, left_out, plan_parts
 from data_prep.flow.running import StepRun, _lock, begin, is_done, run_parts
 from data_prep.flow.streams import DamagedFile, open_stream, write_bytes, write_stream
@@ -637,3 +639,16 @@ def test_a_damaged_record_of_a_step_is_named(tmp_path, content):
     (tmp_path / "out" / "a.txt").write_text("one")
     with pytest.raises(UserError, match=r"settings.json is damaged: remove the folder"):
         find_files([tmp_path / "out"], (".txt",))
+
+
+@pytest.mark.parametrize("option", ["tokenizer", "train", "inputs", "held_out"])
+def test_what_is_read_does_not_lie_in_the_folder_that_restart_empties(tmp_path, option):
+    place = tmp_path / "out" / "texts"
+    place.parent.mkdir()
+    place.write_text("kept")
+    for value in (place, tmp_path / "out" / ".." / "out") if option == "tokenizer" else ([place],):
+        args = Namespace(out=tmp_path / "out", workers=1, share=(0, 1), quiet=True, **{option: value})
+        with pytest.raises(UserError, match=r"lies in --out .*out: name another --out|lies in the input"):
+            run_of(args)
+    apart = Namespace(out=tmp_path / "new", workers=1, share=(0, 1), quiet=True, **{option: [place]})
+    assert run_of(apart).out.is_dir()

@@ -45,6 +45,11 @@ def run(path, out, *options):
     return main(["vision", "compare", str(path), "--out", str(out), *options])
 
 
+def test_a_folder_of_images_that_is_missing(digits, tmp_path, in_process, capsys):
+    assert run(write(tmp_path, tmp_path / "none"), tmp_path / "out") == 1
+    assert "there is no folder" in capsys.readouterr().err and not in_process
+
+
 def test_a_comparison_reports_every_seed_and_paired_differences(digits, tmp_path, in_process, capsys):
     out = tmp_path / "out"
     assert run(write(tmp_path, digits, more="--smoothing 0.5"), out) == 0

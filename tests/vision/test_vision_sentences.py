@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -191,6 +192,46 @@ def test_a_folder_that_holds_a_run(trained, whole, capsys):
     words = ("train", "--data-dir", whole, "--model", "smlp_mixer_tiny", *SMALL)
     line = sentence(capsys, *words, "--output", trained.parents[1], "--experiment", "run")
     assert f"continue it with --resume {trained}" in line
+    (trained.parents[1] / "best").mkdir()
+    shutil.copy(trained, trained.parents[1] / "best" / "model_best.pth.tar")
+    line = sentence(capsys, *words, "--output", trained.parents[1], "--experiment", "best")
+    assert "best already holds a run: there is model_best.pth.tar; name another --experiment" in line
+    for name in ("..", ".", "a/b"):
+        assert "is a name for a folder in --output" in sentence(capsys, *words, "--experiment", name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lr", "0.5"], "--lr was 0.001, not 0.5: give --lr as it was, or start from the weights"),
+        (["--opt", "sgd"], "--opt was adamw, not sgd"),
+        (["--weight-decay", "0"], "--weight-decay was"),
+        (["--opt-betas", "0.5", "0.6"], "--opt-betas was None, not [0.5, 0.6]"),
+        (["--layer-decay", "0.5"], "--layer-decay was None, not 0.5"),
+    ],
+)
+def test_a_resumed_optimizer_keeps_its_options(digits, trained, capsys, tmp_path, options, message):
+    words = ("--resume", trained, "--epochs", "2", "--output", tmp_path, *options)
+    assert message in train(capsys, digits, *words)
+
+
+def test_a_resumed_run_keeps_its_classes(digits, trained, capsys, tmp_path):
+    for split in ("train", "validation"):
+        shutil.copytree(Path(digits) / split, tmp_path / "other" / split)
+        (tmp_path / "other" / split / "0").rename(tmp_path / "other" / split / "zero")
+    line = train(capsys, tmp_path / "other", "--resume", trained, "--epochs", "2", "--output", tmp_path)
+    assert f"trained on other classes ('0' where {tmp_path / 'other'} has '1')" in line
+
+
+def test_schedules_that_do_not_fall(digits, capsys):
+    assert "--min-lr 5 is above --lr 0.001" in train(capsys, digits, "--min-lr", "5")
+    assert "--warmup-lr 10 is above --lr 0.001" in train(capsys, digits, "--warmup-lr", "10")
+
+
+def test_augmentation_that_is_turned_off(digits, capsys):
+    for words in (["--hflip", "1"], ["--scale", "0.3", "0.5"], ["--aa", "rand-m9"], ["--reprob", "0.9"]):
+        line = train(capsys, digits, "--no-aug", *words)
+        assert f"{words[0]} has no effect without augmentation, which --no-aug turns off" in line
 
 
 def test_resolutions_that_cannot_be_changed(digits, trained, capsys):

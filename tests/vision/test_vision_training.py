@@ -60,7 +60,8 @@ def test_a_checkpoint_that_cannot_be_written_is_one_sentence(digits, tmp_path, m
         raise RuntimeError("[enforce fail at inline_container.cc:862] . unexpected pos 64 vs 0")
 
     monkeypatch.setattr("timm.utils.CheckpointSaver.save_checkpoint", full)
-    assert train(digits, "--epochs", "1", "-b", "80", "--no-aug", "--output", tmp_path, "--experiment", "full") == 1
+    options = ("--epochs", "1", "--warmup-epochs", "0", "-b", "80", "--no-aug", "--output", tmp_path)
+    assert train(digits, *options, "--experiment", "full") == 1
     error = capsys.readouterr().err
     assert "full: the checkpoint of epoch 0 cannot be written (is the disk full?)" in error and error.count("\n") == 1
     assert not (tmp_path / "full" / "tmp.pth.tar").exists()
