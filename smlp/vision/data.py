@@ -116,7 +116,8 @@ def class_names(dataset: NamedImages) -> list[str]:
 
 
 def _unknown(folder: Path, names: list[str], classes: list[str]) -> str:
-    return f"{folder} has the class {names[0]}, which is not among the {len(classes)} classes of training"
+    wanted = f"the {len(classes)} classes of training that have images"
+    return f"{folder} has the class {names[0]}, which is not among {wanted}"
 
 
 def training_loader(dataset: NamedImages, args: Namespace, config: dict[str, Any], device: torch.device) -> Any:
