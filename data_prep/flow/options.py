@@ -55,16 +55,22 @@ def add_run_options(parser: argparse.ArgumentParser, out_required: bool = True) 
     group.add_argument("--quiet", action="store_true", help="show no progress")
 
 
+#: names of options with documents, and with other files that a step reads
+_READ = ("inputs", "held_out", "train", "valid", "test")
+_ALSO_READ = ("tokenizer", "folder", "sample", "decontaminate", "encoder_json", "vocab_bpe")
+
+
 def run_of(args: argparse.Namespace) -> StepRun:
     """Return the run that :func:`add_run_options` describes.
 
     Raises:
         UserError: the folder is inside one that is read, or holds what is read.
     """
-    for name in ("inputs", "held_out", "train", "valid", "test", "tokenizer"):
+    for name in (*_READ, *_ALSO_READ):
         value = getattr(args, name, None) or []
         places = [value] if isinstance(value, Path) else value if isinstance(value, list) else []
-        check_apart(args.out, places)
+        if name in _READ:
+            check_apart(args.out, places)
         for place in places:  # --restart would delete it
             if args.out.is_dir() and place.resolve().is_relative_to(args.out.resolve()):
                 raise UserError(f"the input {place} lies in --out {args.out}: name another --out")

@@ -122,6 +122,8 @@ def check_options(args: argparse.Namespace) -> None:
     """
     if args.data is None and args.text is None:
         raise UserError("nothing to evaluate: give a folder of binarised data, or a text file with --text")
+    if args.data is None and args.gen_subset != "test":
+        raise UserError(f"--gen-subset {args.gen_subset} would not be used: it is a split of DATA, which is not given")
     for name, choices in (("sample_break_mode", BREAK_MODES), ("document", DOCUMENTS)):
         if getattr(args, name) not in choices:
             raise UserError(f"{_option(name)} must be one of {', '.join(choices)}, got {getattr(args, name)!r}")

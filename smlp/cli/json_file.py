@@ -27,6 +27,12 @@ def write_json(path: str, value: Any) -> None:
     _write("--json", path, json.dumps(value, indent=1, default=_plain) + "\n")
 
 
+#: bytes of a file's first line that are looked at
+_LONGEST_LINE = 1 << 24
+#: files beside data and models
+_OF_DATA = ("manifest.json", "dataset.json", "config.json", "generation_config.json", "tokenizer.json")
+
+
 def write_json_lines(option: str, path: str, rows: Iterable[Any]) -> None:
     """Write one object a line to the file that an option names.
 
@@ -71,7 +77,11 @@ def check_output(option: str, path: str) -> None:
         if Path(path).is_dir():
             raise UserError(f"{option} {path} is a folder: name a file to write")
         with open(path if Path(path).is_file() else os.devnull, "rb") as file:
-            if file.read(1) not in (b"", b"{", b"["):
+            first = file.readline(_LONGEST_LINE)
+            # one report has one object; a corpus has one on each line
+            is_corpus = option == "--json" and first[:1] == b"{" and file.read(1) == b"{"
+            is_data = first and Path(path).name in _OF_DATA
+            if first[:1] not in (b"", b"{", b"[") or is_corpus or is_data:
                 raise UserError(f"{option} {path}: a file of another kind exists already: name another one")
         if not Path(path).parent.is_dir():
             raise UserError(f"cannot write {option} {path}: there is no folder {Path(path).parent}")

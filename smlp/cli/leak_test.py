@@ -29,7 +29,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dict", help="dict.txt of the checkpoint, if it is not next to it or with its data")
     size = whole(1, MOST_SIZE)
     parser.add_argument("--width", **size, metavar="N", help="H and F to build --arch with (default: 64)")
-    parser.add_argument("--tokens", **size, help="context to build --arch with (default: the architecture's)")
+    parser.add_argument(
+        "--tokens", **whole(2, MOST_SIZE), help="context to build --arch with (default: the architecture's)"
+    )
     parser.add_argument("--positions", **size, default=9, help="how many values of t to try (default: %(default)s)")
     parser.add_argument(
         "--seed", **whole(-(1 << 63), MOST_SEED), default=1, help="seed of weights and tokens (default: %(default)s)"

@@ -39,6 +39,8 @@ SEPARATOR = "|||"
 MOST_TEXTS, _MOST_TOKENS = 4, 64
 #: default number of tokens of data that are followed
 _LIMIT_TOKENS = 2**16
+#: default number of pieces in a map
+_PIECES = 40
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"use only the first sequences, until they hold N tokens (default: {_LIMIT_TOKENS})",
     )
     weights.add_argument(
-        "--pieces", **whole(), metavar="P", default=40, help="most frequent pieces in a map (default: %(default)s)"
+        "--pieces", **whole(), metavar="P", default=_PIECES, help="most frequent pieces in a map (default: %(default)s)"
     )
     weights.add_argument(
         "--text",
@@ -100,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
     is_beside = args.json is not None and Path(args.json).resolve().parent == Path(args.out).resolve()
     if not is_beside or Path(args.out).exists():  # otherwise the folder is made with the pictures
         check_outputs(json=args.json)
-    for option, value in (("--subset", args.gen_subset), ("--limit-tokens", args.limit_tokens)):
+    pieces = None if args.pieces == _PIECES else args.pieces
+    of_text = (("--subset", args.gen_subset), ("--limit-tokens", args.limit_tokens), ("--pieces", pieces))
+    for option, value in of_text:
         if value is not None and args.data is None:
             raise UserError(
                 f"{option} {value} would not be used: it chooses from the text of --data, which is not given"

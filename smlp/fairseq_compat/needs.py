@@ -178,6 +178,8 @@ def _check_optimizer(optimizer: Any, has_cuda: bool) -> None:
 
 
 def _check_schedule(schedule: Any) -> None:
+    if getattr(schedule, "_name", None) == "cosine" and schedule.min_lr > max(schedule.lr):
+        raise UserError(f"--min-lr {schedule.min_lr:g} is above --lr {max(schedule.lr):g}")
     if getattr(schedule, "_name", None) != "manual":
         return
     for option in ("epoch2lr", "update2lr"):

@@ -34,10 +34,12 @@ _OF_THE_OPTIMIZER = ("opt", "opt_eps", "opt_betas", "momentum", "weight_decay", 
 def run_folder(args: Namespace) -> Path:
     """Return the folder of the run; a resumed run continues where its checkpoint lies, unless told otherwise."""
     if args.resume and args.experiment is None and args.output is None:
-        return Path(args.resume).parent
-    name = args.experiment or f"{safe_model_name(args.model)}-{args.img_size or 'default'}-{args.seed}"
-    folder = Path(args.output or "output/train") / name
-    held = next((folder / one for one in (LAST, _BEST, SUMMARY) if (folder / one).exists()), None)
+        folder = Path(args.resume).parent
+    else:
+        name = args.experiment or f"{safe_model_name(args.model)}-{args.img_size or 'default'}-{args.seed}"
+        folder = Path(args.output or "output/train") / name
+    files = (*(folder / one for one in (LAST, _BEST, SUMMARY)), *sorted(folder.glob("checkpoint-*.pth.tar")))
+    held = next((file for file in files if file.exists()), None)
     if args.rank == 0 and held is not None and not (args.resume and _continues(args.resume, held)):
         advice = f"continue it with --resume {held}, or name" if held.name == LAST else f"there is {held.name}; name"
         raise UserError(f"{folder} already holds a run: {advice} another --experiment")

@@ -241,6 +241,7 @@ REFUSED = {
     "spread twice": (["{data}", "--parity", "--spread-experts"], "leave --spread-experts out"),
     "unwritable": (["{data}", "--per-document", "{root}/none/x"], "there is no folder {root}/none"),
     "a mix-up": (["{data}", "--per-document", "{root}/text.txt"], "a file of another kind exists already"),
+    "a split of nothing": (["--text", "{root}/[x", "--gen-subset", "valid"], "--gen-subset valid would not be used"),
     "its own input": (["--text", "{root}/[x", "--json", "{root}/[x"], "[x is a file that this command reads: name"),
     "another dictionary": (["{root}/other"], "is not the dictionary of the model"),
     "unknown ids": (["{root}/ids"], "test.bin holds the id 24, but the model has 24 symbols"),

@@ -641,7 +641,7 @@ def test_a_damaged_record_of_a_step_is_named(tmp_path, content):
         find_files([tmp_path / "out"], (".txt",))
 
 
-@pytest.mark.parametrize("option", ["tokenizer", "train", "inputs", "held_out"])
+@pytest.mark.parametrize("option", ["tokenizer", "train", "inputs", "held_out", "sample", "decontaminate"])
 def test_what_is_read_does_not_lie_in_the_folder_that_restart_empties(tmp_path, option):
     place = tmp_path / "out" / "texts"
     place.parent.mkdir()

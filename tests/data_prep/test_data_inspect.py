@@ -220,8 +220,12 @@ def test_places_that_cannot_be_written_are_found_before_the_work(made, tmp_path,
     monkeypatch.setattr(checks, "inspect", lambda *_: pytest.fail("the work has begun"))
     other = tmp_path / "text.txt"
     other.write_text("no picture and no JSON")
-    both = tmp_path / "both"
+    both, corpus, manifest = tmp_path / "both", tmp_path / "corpus.jsonl", tmp_path / "manifest.json"
+    corpus.write_text('{"text": "a"}\n{"text": "b"}\n')
+    manifest.write_text("{}")
     for arguments, words in [
+        (["--json", corpus], f"--json {corpus}: a file of another kind exists"),
+        (["--json", manifest], f"--json {manifest}: a file of another kind exists"),
         (["--json", tmp_path], f"--json {tmp_path} is a folder: name a file"),
         (["--json", tmp_path / "no" / "a.json"], f"there is no folder {tmp_path / 'no'}"),
         (["--json", other], f"--json {other}: a file of another kind exists"),

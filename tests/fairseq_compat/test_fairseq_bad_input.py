@@ -274,6 +274,12 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
     ),
     "TPU": ("train", [*TRAIN, "--tpu"], None, ["--tpu needs torch_xla"]),
     "CPU offload": ("train", [*TRAIN, "--cpu-offload"], None, ["--cpu-offload needs --ddp-backend fully_sharded"]),
+    "lowest rate": (
+        "train",
+        [*TRAIN, "--lr-scheduler", "cosine", "--lr", "1e-4", "--min-lr", "1e-3"],
+        None,
+        ["--min-lr 0.001 is above --lr 0.0001"],
+    ),
     "suffix": ("train", [*TRAIN, "--checkpoint-suffix", "/../x"], None, ["--checkpoint-suffix '/../x' is a part of"]),
     "zero sharding": ("train", [*TRAIN, "--zero-sharding", "os"], None, ["--zero-sharding os divides"]),
     "pipeline": ("train", [*TRAIN, "--pipeline-model-parallel"], None, ["--pipeline-model-parallel is for"]),

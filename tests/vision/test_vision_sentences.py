@@ -196,6 +196,12 @@ def test_a_folder_that_holds_a_run(trained, whole, capsys):
     shutil.copy(trained, trained.parents[1] / "best" / "model_best.pth.tar")
     line = sentence(capsys, *words, "--output", trained.parents[1], "--experiment", "best")
     assert "best already holds a run: there is model_best.pth.tar; name another --experiment" in line
+    (trained.parents[1] / "few").mkdir()
+    older = Path(shutil.copy(trained, trained.parents[1] / "few" / "checkpoint-0.pth.tar"))
+    line = sentence(capsys, *words, "--output", trained.parents[1], "--experiment", "few")
+    assert "few already holds a run: there is checkpoint-0.pth.tar; name another --experiment" in line
+    shutil.copy(trained, older.parent / "last.pth.tar")  # later progress, which would be lost
+    assert f"continue it with --resume {older.parent / 'last.pth.tar'}" in sentence(capsys, *words, "--resume", older)
     for name in ("..", ".", "a/b"):
         assert "is a name for a folder in --output" in sentence(capsys, *words, "--experiment", name)
 
