@@ -206,6 +206,7 @@ REFUSED = {
     "nothing to draw": ("base_lm_tiny", ["--layers", "0", "--data", "{data}"], "no layer that --layers names has"),
     "no tokens": ("smlp_tiny", ["--limit-tokens", "0"], "--limit-tokens must be at least 1, got 0"),
     "a split without data": ("smlp_tiny", ["--subset", "test"], "--subset test would not be used"),
+    "pieces without data": ("smlp_tiny", ["--pieces", "5"], "--pieces 5 would not be used"),
     "a limit without data": ("smlp_tiny", ["--limit-tokens", "9"], "--limit-tokens 9 would not be used"),
     "no such split": ("smlp_tiny", ["--data", "{data}", "--subset", "gone"], "there is no data file"),
     "a BERT": ("bert_mlm_tiny", ["--data", "{data}"], "by self-attention for one, so that it has no spatial filters"),

@@ -147,6 +147,7 @@ def test_metrics_are_those_of_glue(asked, tmp_path, task, classes, metric, optio
         (["--metric", "f2"], "--metric 'f2' is not one of accuracy"),
         (["--metric", "pearson_and_spearman"], "has 2 classes"),
         (["--train-options=--lr=3"], "--train-options --lr=3"),
+        (["--train-options=--dropout=0.3"], "--train-options --dropout=0.3"),
         (["--train-options", "'"], "No closing quotation"),
         (["--train-options=--no-such-option"], "--no-such-option"),
     ],

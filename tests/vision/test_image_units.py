@@ -84,3 +84,11 @@ def test_other_models_are_refused(tmp_path, capsys):
     torch.save({"state_dict": {"head.weight": torch.zeros(2, 2)}}, tmp_path / "other.pth.tar")
     assert main(["vision", "plot", str(tmp_path / "other.pth.tar"), "--out", str(tmp_path)]) == 1
     assert "is not an MLP-Mixer or gMLP with tokens on a square" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path, capsys):
+    state = model("smlp_mixer_tiny", in_chans=1).state_dict()
+    next(value for name, value in state.items() if name.startswith("stem"))[0] = torch.nan
+    torch.save({"state_dict": state}, tmp_path / "nan.pth.tar")
+    assert main(["vision", "plot", str(tmp_path / "nan.pth.tar"), "--out", str(tmp_path)]) == 1
+    assert "has weights that are not finite" in capsys.readouterr().err
