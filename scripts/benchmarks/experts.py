@@ -84,7 +84,8 @@ def _with_capacity(settings: Settings) -> Iterator[Row]:
         if theirs is None:
             return
         # fairscale wants the batch to be a multiple of the experts on this rank
-        x = settings.tensor(16, num_seqs * length // 16, width).detach().float().requires_grad_()  # fairscale's dtype
+        x = settings.tensor(16, num_seqs * length // 16, width, learnt=False)
+        x = x.float().requires_grad_()  # fairscale's dtype
         second = {"second_expert": "all"} if choices == 2 else {}
         layer = feed_forward_moe(_config(settings, arch, 16, capacity_factor=1.0, **second), 0)
         layer.to(settings.device)

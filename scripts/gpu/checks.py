@@ -252,7 +252,7 @@ CHECKS: dict[str, Callable[[str, Path], str]] = {
     check.__name__: check
     for check in (kernels, experts, losses, syncs, precision, recomputation, resume, fully_sharded)
 }
-FIGURES: dict[str, Callable[[str, Path], str]] = {figure.__name__: figure for figure in (launches,)}
+FIGURES: dict[str, Callable[[str, Path], str]] = {"launches": launches}
 
 
 def _by_kernels(*given: Tensor) -> Tensor:

@@ -15,6 +15,10 @@ from smlp.files import write_whole
 
 #: pipes kept open until the process ends, so that their readers wait for the result
 _PIPES: dict[str, int] = {}
+#: bytes of a file's first line that are looked at
+_LONGEST_LINE = 1 << 24
+#: files beside data and models
+_OF_DATA = ("manifest.json", "dataset.json", "config.json", "generation_config.json", "tokenizer.json")
 
 
 def write_json(path: str, value: Any) -> None:
@@ -25,12 +29,6 @@ def write_json(path: str, value: Any) -> None:
     """
     check_output("--json", path)
     _write("--json", path, json.dumps(value, indent=1, default=_plain) + "\n")
-
-
-#: bytes of a file's first line that are looked at
-_LONGEST_LINE = 1 << 24
-#: files beside data and models
-_OF_DATA = ("manifest.json", "dataset.json", "config.json", "generation_config.json", "tokenizer.json")
 
 
 def write_json_lines(option: str, path: str, rows: Iterable[Any]) -> None:

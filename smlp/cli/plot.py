@@ -69,9 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"use only the first sequences, until they hold N tokens (default: {_LIMIT_TOKENS})",
     )
-    weights.add_argument(
-        "--pieces", **whole(), metavar="P", default=_PIECES, help="most frequent pieces in a map (default: %(default)s)"
-    )
+    weights.add_argument("--pieces", **whole(), metavar="P", help=f"most frequent pieces in a map (default: {_PIECES})")
     weights.add_argument(
         "--text",
         action="append",
@@ -102,14 +100,14 @@ def run(args: argparse.Namespace) -> int:
     is_beside = args.json is not None and Path(args.json).resolve().parent == Path(args.out).resolve()
     if not is_beside or Path(args.out).exists():  # otherwise the folder is made with the pictures
         check_outputs(json=args.json)
-    pieces = None if args.pieces == _PIECES else args.pieces
-    of_text = (("--subset", args.gen_subset), ("--limit-tokens", args.limit_tokens), ("--pieces", pieces))
-    for option, value in of_text:
+    of_text = {"--subset": args.gen_subset, "--limit-tokens": args.limit_tokens, "--pieces": args.pieces}
+    for option, value in of_text.items():
         if value is not None and args.data is None:
             raise UserError(
                 f"{option} {value} would not be used: it chooses from the text of --data, which is not given"
             )
     args.gen_subset = "valid" if args.gen_subset is None else args.gen_subset
+    args.pieces = _PIECES if args.pieces is None else args.pieces
     args.limit_tokens = _LIMIT_TOKENS if args.limit_tokens is None else args.limit_tokens
     model = load_any_model(args) if args.data is None else load_model_for(args, Team(), load_any_model)
     samples = text_name = None

@@ -42,15 +42,19 @@ def settle_criterion(args: Any, arch: str) -> None:
             raise UserError(f"--criterion {asked} cannot train --arch {arch}: {reason}; leave --criterion out")
 
 
-def _fits(name: str, task: str | None) -> bool:
-    """Return whether a criterion may train an encoder: that of the task, or one of a plug-in."""
+def made_by(name: str) -> str:
+    """Return the package whose criterion has this name, such as fairseq."""
     from fairseq.criterions import CRITERION_REGISTRY
 
+    return CRITERION_REGISTRY[name].__module__.partition(".")[0]
+
+
+def _fits(name: str, task: str | None) -> bool:
+    """Return whether a criterion may train an encoder: that of the task, or one of a plug-in."""
     wanted = _OF_TASKS.get(task or "")
     if wanted is None:  # a task of a plug-in
         return name not in _OF_TASKS.values()
-    own = getattr(CRITERION_REGISTRY.get(name), "__module__", "fairseq").partition(".")[0] in ("fairseq", "smlp")
-    return name == wanted or not own
+    return name == wanted or made_by(name) not in ("fairseq", "smlp")
 
 
 def _fill_in(args: Any) -> None:

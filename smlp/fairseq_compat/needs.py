@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from smlp.checkpoint.torch_file import read_structure
-from smlp.criterions.choice import OURS
+from smlp.criterions.choice import OURS, made_by
 from smlp.errors import UserError
 from smlp.files import is_missing, regular_file
 
@@ -203,15 +203,13 @@ def _check_schedule(schedule: Any) -> None:
 
 
 def _check_criterion(cfg: Any) -> None:
-    from fairseq.registry import REGISTRIES
-
     if getattr(cfg.task, "_name", None) != "language_modeling":
         return
     name, metric = getattr(cfg.criterion, "_name", None), cfg.checkpoint.best_checkpoint_metric
-    made_by = REGISTRIES["criterion"]["registry"][name].__module__.partition(".")[0]
+    author = made_by(name)
     if name == "composite_loss":  # it would take each sequence for an output, and divide the loss by their number
         raise UserError("--criterion composite_loss is for models of several outputs: leave it out")
-    if (made_by == "fairseq" and name not in _CRITERIONS) or (made_by == "smlp" and name != OURS):
+    if (author == "fairseq" and name not in _CRITERIONS) or (author == "smlp" and name != OURS):
         raise UserError(f"--criterion {name} is for another task than language_modeling: leave it out")
     if name == "adaptive_loss" and not getattr(cfg.model, "adaptive_softmax_cutoff", None):
         raise UserError("--criterion adaptive_loss needs a model with --adaptive-softmax-cutoff")
@@ -219,7 +217,7 @@ def _check_criterion(cfg: Any) -> None:
         raise UserError(
             "--criterion vocab_parallel_cross_entropy needs Megatron, which fairseq does not include: leave it out"
         )
-    if made_by in ("fairseq", "smlp") and metric not in _METRICS:
+    if author in ("fairseq", "smlp") and metric not in _METRICS:
         raise UserError(
             f"--best-checkpoint-metric {metric} is not measured by {name}: give one of {', '.join(_METRICS[:3])}"
         )

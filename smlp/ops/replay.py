@@ -40,16 +40,14 @@ class Replayed:
         if not _can_record(first):
             return self.function(*inputs)
         kind = (torch.cuda.current_stream(first.device), *((x.shape, x.dtype) for x in inputs))
-        if kind not in self._recordings:
+        # the first that come often are kept: recording takes far longer than a call, so none makes room for another
+        if kind not in self._recordings and len(self._recordings) < _MOST_RECORDINGS:
             if len(self._calls) >= _MOST_KINDS:
                 self._calls.clear()
             self._calls[kind] += 1
-            if self._calls[kind] <= _CALLS_BEFORE:
-                return self.function(*inputs)
-            while len(self._recordings) >= _MOST_RECORDINGS:
-                del self._recordings[next(iter(self._recordings))]
-            self._recordings[kind] = _recorded(self.function, inputs)
-        recording = self._recordings[kind]
+            if self._calls[kind] > _CALLS_BEFORE:
+                self._recordings[kind] = _recorded(self.function, inputs)
+        recording = self._recordings.get(kind)
         return self.function(*inputs) if recording is None else recording.replay(inputs)
 
 

@@ -29,6 +29,7 @@ from smlp.nn.layers import Dropout, SpatialWeights, spatial_parameters, uniform_
 from smlp.nn.state import ForwardContext
 from smlp.ops import activated_halves, linear
 from smlp.ops.fast_paths import add_operator, needs_fixed_shapes
+from smlp.ops.rows import occurrences
 from smlp.parallel import Ranks, one_process
 
 GATED_MLP_EXPERTS = "gMLP experts"
@@ -59,7 +60,7 @@ def sparse_spatial_projection(
 
 def _by_sequence(sequence_A: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
     """Return a table of items with a row for each sequence: their indices (S, M), and a mask of filled cells."""
-    counts_S = torch.bincount(sequence_A, minlength=num_seqs)
+    counts_S = occurrences(sequence_A, num_seqs)
     index_SM = sequence_A.new_zeros(num_seqs, int(counts_S.max()) if num_seqs else 0)
     index_SM[sequence_A, slots(sequence_A, num_seqs)] = torch.arange(sequence_A.numel(), device=sequence_A.device)
     return index_SM, torch.arange(index_SM.size(1), device=sequence_A.device) < counts_S.unsqueeze(1)
