@@ -154,9 +154,30 @@ def number_of(text: str) -> float:
 
 
 def check_folder(path: str | Path, option: str, what: str) -> None:
-    """Refuse a file where an option names the folder for what a command writes; the folder may not be there yet."""
+    """Refuse a folder for what a command writes, ``what``, that cannot be made or written to.
+
+    Raises:
+        UserError: the message names the option.
+    """
     if Path(path).exists() and not Path(path).is_dir():
         raise UserError(f"{option} {path} is a file: name a folder for {what}")
+    if problem := not_writable(Path(path)):
+        raise UserError(f"{option}: {problem}")
+
+
+def not_writable(folder: Path) -> str:
+    """Say why nothing can be written to a folder that may not exist yet; "" if it can."""
+    place = existing(folder)
+    if not place.is_dir():
+        return f"{folder} cannot be made: {place} is not a folder"
+    return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written to"
+
+
+def existing(place: Path) -> Path:
+    """Return a place, or the closest folder above it that exists."""
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return place
 
 
 def is_missing(path: str | Path) -> bool:

@@ -23,11 +23,13 @@ class Cleaning:
     off: frozenset[str] = frozenset()  # names of rules that are not applied
     thresholds: Thresholds = field(default_factory=Thresholds)  # of the filters
     language: str = "en"  # code of the language that documents must be in, or "any"
-    min_line_words: int = option(0, "remove lines with fewer words; 0 keeps them")
-    repeated_line_words: int = option(5, "remove lines of at least N words that occurred earlier in the document")
-    menu_lines: int = option(5, "remove N or more lines in a row of up to three words, as a menu")
-    min_probability: float = option(0.65, "drop documents with a lower probability of --language")
-    language_characters: int = option(500, "detect the language from the first N characters of a document")
+    min_line_words: int = option(0, "short-lines", "remove lines with fewer words; 0 keeps them")
+    repeated_line_words: int = option(
+        5, "repeated-lines", "remove lines of at least N words that occurred earlier in the document"
+    )
+    menu_lines: int = option(5, "navigation", "remove N or more lines in a row of up to three words, as a menu")
+    min_probability: float = option(0.65, "language", "drop documents with a lower probability of --language")
+    language_characters: int = option(500, "language", "detect the language from the first N characters of a document")
 
 
 def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]:

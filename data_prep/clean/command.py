@@ -80,8 +80,17 @@ def settings_of(args: argparse.Namespace) -> Cleaning:
     """Return the rules that the options select.
 
     Raises:
-        UserError: the language is not known, or a lower limit is above the upper one.
+        UserError: the language is not known, a lower limit is above the upper one, or a number's rule is left out.
     """
+    off = {rule: f"--without {rule}" for rule in args.without}
+    if args.language != "en":
+        off.setdefault("stop-words", f"--language {args.language}")
+    if args.language == "any":
+        off.setdefault("language", "--language any")
+    for item in _NUMBERS:
+        value, rule = getattr(args, item.name), item.metadata["rule"]
+        if rule in off and value != item.default:
+            raise UserError(f"--{item.name.replace('_', '-')} {value} has no effect with {off[rule]}: leave one out")
     for name in ("words", "word_length"):
         least, most = getattr(args, f"min_{name}"), getattr(args, f"max_{name}")
         if least > most:

@@ -39,29 +39,37 @@ _ASCII_KINDS = np.array(
 )
 
 
-def option(default: float, help: str) -> Any:
-    """Declare a number that an option of the same name sets; ``help`` documents both."""
-    return field(default=default, metadata={"help": help})
+def option(default: float, rule: str, help: str) -> Any:
+    """Declare a number of a rule that an option of the same name sets; ``help`` documents both."""
+    return field(default=default, metadata={"rule": rule, "help": help})
 
 
 @dataclass(frozen=True)
 class Thresholds:
     """Limits that a document must keep; shares are from 0 to 1."""
 
-    min_words: int = option(20, "drop documents with fewer words")
-    max_words: int = option(1_000_000, "drop documents with more words")
-    min_word_length: float = option(3.0, "drop documents whose words are shorter on average, in characters")  # Gopher
-    max_word_length: float = option(10.0, "drop documents whose words are longer on average")  # Gopher
-    max_symbols: float = option(
-        0.1, "drop documents with a greater share of symbols (neither letter, digit nor punctuation)"
-    )
-    max_digits: float = option(0.2, "drop documents with a greater share of digits")
-    max_upper_case: float = option(0.5, "drop documents with a greater share of capitals among their letters")
-    max_undecodable: float = option(0.001, "drop documents with a greater share of U+FFFD")
-    min_stop_words: int = option(
-        2, "drop documents with fewer different words of the, be, to, of, and, that, have, with (--language en only)"
+    min_words: int = option(20, "few-words", "drop documents with fewer words")
+    max_words: int = option(1_000_000, "many-words", "drop documents with more words")
+    min_word_length: float = option(
+        3.0, "word-length", "drop documents whose words are shorter on average, in characters"
     )  # Gopher
-    max_repeated_lines: float = option(0.3, "drop documents with a greater share of repeated lines")  # Gopher
+    max_word_length: float = option(10.0, "word-length", "drop documents whose words are longer on average")  # Gopher
+    max_symbols: float = option(
+        0.1, "symbols", "drop documents with a greater share of symbols (neither letter, digit nor punctuation)"
+    )
+    max_digits: float = option(0.2, "digits", "drop documents with a greater share of digits")
+    max_upper_case: float = option(
+        0.5, "upper-case", "drop documents with a greater share of capitals among their letters"
+    )
+    max_undecodable: float = option(0.001, "undecodable", "drop documents with a greater share of U+FFFD")
+    min_stop_words: int = option(
+        2,
+        "stop-words",
+        "drop documents with fewer different words of the, be, to, of, and, that, have, with (--language en only)",
+    )  # Gopher
+    max_repeated_lines: float = option(
+        0.3, "many-repeated-lines", "drop documents with a greater share of repeated lines"
+    )  # Gopher
 
 
 @dataclass

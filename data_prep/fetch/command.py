@@ -12,7 +12,7 @@ from typing import Any
 from data_prep.fetch.download import Patience
 from data_prep.fetch.sequence import fetch
 from data_prep.fetch.source import Source, built_in, find_source
-from data_prep.fetch.wanted import Wanted, free_bytes, not_writable
+from data_prep.fetch.wanted import Wanted, free_bytes
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, ReadSettings
 from data_prep.flow.options import (
     add_bytes_option,
@@ -21,11 +21,13 @@ from data_prep.flow.options import (
     add_run_options,
     add_time_option,
     check_apart,
+    check_outside,
 )
 from data_prep.flow.running import Report, StepRun, aligned
 from smlp.cli.json_file import write_json
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
 from smlp.errors import UserError
+from smlp.files import not_writable
 
 DESCRIPTION = "download corpora, with checks, and turn them into documents for 'smlp data clean'"
 EPILOG = """A source is a name from --list, hf:OWNER/NAME[:CONFIG][:SPLIT] (any dataset of the Hugging Face Hub), a file
@@ -98,6 +100,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the step; return 0 if everything that was asked for is there."""
+    if args.list or args.show:
+        alone = "--list" if args.list else "--show"
+        others = {"SOURCE": args.sources, "--out": args.out, "--set": args.set, "--dry-run": args.dry_run}
+        others["--show"] = args.list and args.show
+        if given := [name for name, value in others.items() if value]:
+            raise UserError(f"{alone} prints and exits: it takes no {', '.join(given)}")
     if args.list:
         return print_list(list(built_in().values()), args.json)
     if args.show:
@@ -109,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = _wanted(args)
     for one in wanted:
         check_apart(one.run.out, one.source.paths)
+        check_outside(one.run.out, one.source.paths)
     if args.dry_run:
         return _dry_run(wanted, args.json)
     if problem := not_writable(args.out):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from data_prep.flow.documents import ReadSettings
 from data_prep.flow.running import StepRun
 from data_prep.flow.streams import suffix_of
 from smlp.errors import UserError
+from smlp.files import existing
 
 RAW = ".raw"  # in OUT; steps that read OUT skip names that begin with a dot
 # Documents as .jsonl.gz, per byte of their text: measured on English news and articles, rounded up.
@@ -128,20 +128,6 @@ class Wanted:
             )
 
 
-def not_writable(folder: Path) -> str:
-    """Say why nothing can be written to a folder that may not exist yet; "" if it can."""
-    place = _existing(folder)
-    if not place.is_dir():
-        return f"{folder} cannot be made: {place} is not a folder"
-    return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written to"
-
-
 def free_bytes(folder: Path) -> int:
     """Return the free bytes of the disk that a folder is on, or will be."""
-    return shutil.disk_usage(_existing(folder)).free
-
-
-def _existing(place: Path) -> Path:
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return place
+    return shutil.disk_usage(existing(folder)).free

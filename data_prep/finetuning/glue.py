@@ -48,6 +48,7 @@ EPILOG = """examples:
 """
 OWN_FILES = {"train": "train.tsv", "valid": "dev.tsv", "test": "test.tsv"}
 BLOCK_LINES = 10_000  # lines that are encoded at a time
+MOST_LABELS = 20  # of a split on the terminal; the manifest has all of them
 EPOCHS, BATCH_SIZE, POSITIONS, WARM_UP = 5, 32, 128, 0.1  # gMLP, appendix A, fine-tuning on SST-2 and MNLI
 
 
@@ -238,7 +239,9 @@ def _lines(splits: dict[str, dict[str, Any]]) -> list[str]:
     rows = [("split", "rows", "tokens", "unknown", "longest", f"above {POSITIONS}", "labels")]
     for split, facts in splits.items():
         labels = facts["labels"]
-        said = "none" if labels is None else ", ".join(f"{label}: {count:,}" for label, count in labels.items())
+        most = list((labels or {}).items())[:MOST_LABELS]
+        said = ", ".join(f"{label}: {count:,}" for label, count in most)
+        said = "none" if labels is None else said + (", ..." if len(labels) > len(most) else "")
         numbers = (facts[name] for name in ("rows", "tokens", "unknown", "longest", "too_long"))
         rows.append((split, *(f"{number:,}" for number in numbers), said or "numbers"))
     return aligned(rows, right=range(1, 6)).split("\n")

@@ -71,9 +71,7 @@ def run_of(args: argparse.Namespace) -> StepRun:
         places = [value] if isinstance(value, Path) else value if isinstance(value, list) else []
         if name in _READ:
             check_apart(args.out, places)
-        for place in places:  # --restart would delete it
-            if args.out.is_dir() and place.resolve().is_relative_to(args.out.resolve()):
-                raise UserError(f"the input {place} lies in --out {args.out}: name another --out")
+        check_outside(args.out, places)
     args.out.mkdir(parents=True, exist_ok=True)
     return StepRun(args.out, args.workers, args.share, args.quiet)
 
@@ -83,6 +81,13 @@ def check_apart(out: Path, places: Iterable[Path]) -> None:
     for place in places:
         if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
             raise UserError(f"--out {out} lies in the input {place}: the next run would read its own output")
+
+
+def check_outside(out: Path, places: Iterable[Path]) -> None:
+    """Raise UserError if one of those that are read is inside a folder to write: ``--restart`` would delete it."""
+    for place in places:
+        if out.is_dir() and place.resolve().is_relative_to(out.resolve()):
+            raise UserError(f"the input {place} lies in --out {out}: name another --out")
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:

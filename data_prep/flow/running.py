@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -253,7 +254,7 @@ MAX_DEFECTS = 20  # most defects on the terminal; the manifest has all of them
 
 @dataclass(frozen=True)
 class Report:
-    """Print the end of a step, timed from here, to standard output; methods return the exit status."""
+    """Print the end of a step, timed from here; methods return the exit status, 1 if not one document was kept."""
 
     step: str
     run: StepRun
@@ -266,9 +267,9 @@ class Report:
             print(f"{defect['problem']}: {defect['where']}")
         if len(defects) > MAX_DEFECTS:
             print(f"... {len(defects) - MAX_DEFECTS} more in {MANIFEST}")
-        counts = Counts.from_json(manifest["counts"]).table()
-        if counts:
-            print(counts)
+        counts = Counts.from_json(manifest["counts"])
+        if table := counts.table():
+            print(table)
         for line in lines:
             print(line)
         seconds = time.perf_counter() - self.start
@@ -277,6 +278,11 @@ class Report:
             f"{self.step}: {len(manifest['outputs'])} files in {self.run.out}; {megabytes:,.1f} MB of files read in "
             f"{seconds:,.1f} s ({megabytes / max(seconds, 1e-9):,.1f} MB/s with {self.run.workers} workers)"
         )
+        if counts.documents_in and not counts.kept:
+            print(
+                f"smlp: error: {self.run.out}: not one of {counts.documents_in:,} documents was kept", file=sys.stderr
+            )
+            return 1
         return 0
 
     def waiting(self, finished: Finished, what: str) -> int:

@@ -110,8 +110,12 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.unit == "tokens" and args.tokenizer is None:
         raise UserError("--unit tokens needs --tokenizer, a folder that 'smlp data tokenizer' wrote")
+    if args.repeat and args.budget is None:
+        raise UserError("--repeat has no effect without --budget, the size up to which sources are read again")
     if args.tokenizer is not None and not args.tokenizer.is_dir():
         raise UserError(f"--tokenizer {args.tokenizer}: there is no such folder")
+    if args.tokenizer is not None and args.unit != "tokens":
+        raise UserError(f"--tokenizer has no effect with --unit {args.unit}: add --unit tokens, or leave it out")
 
 
 def _number(text: str) -> int:

@@ -34,7 +34,7 @@ exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same
 _OWN = (
     *("--lr", "--batch-size", "--max-sentences", "--seed", "--max-update", "--max-epoch", "--total-num-update"),
     *("--warmup-updates", "--save-dir", "--restore-file", "--finetune-from-model", "--arch", "--task", "--criterion"),
-    *("--dropout", "--attention-dropout", "--weight-decay"),  # options of this command
+    *("--optimizer", "--lr-scheduler", "--dropout", "--attention-dropout", "--weight-decay"),
     *("--log-file", "--log-format", "--valid-subset", "--max-positions", "--cpu", "--disable-validation"),
 )
 

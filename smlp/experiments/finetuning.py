@@ -237,7 +237,7 @@ def read_data(path: Path, metric: str | None = None) -> TaskData:
             f"--metric {metric}: {path} has {f'{len(classes)} classes' if classes else 'numbers to predict'}"
         )
     if metric in ("mcc", "acc_and_f1") and set(classes) != {"0", "1"}:
-        raise UserError(f"--metric {metric} needs the labels 0 and 1, but {path} has {', '.join(classes)}")
+        raise UserError(f"--metric {metric} needs the labels 0 and 1, but {path} has {', '.join(classes):.80}")
     return TaskData(path, task, metric, subsets, rows, len(classes), digest)
 
 

@@ -13,7 +13,7 @@ import torch
 from smlp.checkpoint.torch_file import read_structure
 from smlp.criterions.choice import OURS, made_by
 from smlp.errors import UserError
-from smlp.files import is_missing, regular_file
+from smlp.files import check_folder, is_missing, regular_file
 
 #: fairseq's own criterions that can train a language model
 _CRITERIONS = (
@@ -121,6 +121,8 @@ def _check_logs(common: Any) -> None:
     for name, library in _DRAWN_BY.items():
         if getattr(common, name) and not _is_installed(library):
             raise UserError(f"--{name.replace('_', '-')} needs {library}: pip install -e '.[logs]'")
+    if common.tensorboard_logdir and "://" not in common.tensorboard_logdir:
+        check_folder(common.tensorboard_logdir, "--tensorboard-logdir", "the logs")
 
 
 def _check_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> None:

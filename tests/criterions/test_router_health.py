@@ -175,6 +175,15 @@ def test_a_missing_library_is_named(option, library, monkeypatch):
         needs._check_logs(common)
 
 
+def test_a_folder_of_logs_that_cannot_be_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(needs, "_is_installed", lambda name: True)
+    (tmp_path / "file").touch()
+    for folder, message in (("file", "is a file: name a folder"), ("file/logs", "cannot be made: .* is not a folder")):
+        with pytest.raises(smlp.UserError, match=f"--tensorboard-logdir.*{message}"):
+            needs._check_logs(SimpleNamespace(tensorboard_logdir=str(tmp_path / folder), wandb_project=None))
+    needs._check_logs(SimpleNamespace(tensorboard_logdir="s3://bucket/logs", wandb_project=None))
+
+
 def test_the_logs_show_the_pooled_record(runs):
     folder, printed = runs
     records = journal(folder / "wide" / "router_health.jsonl")

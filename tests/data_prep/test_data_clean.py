@@ -312,6 +312,11 @@ def test_command(tmp_path, capsys):
         (["--language-characters", "0"], "--language-characters must be at least 1, got 0"),
         (["--language", "xx"], "--language 'xx' is unknown: choose any or one of"),
         (["--min-words", "9", "--max-words", "8"], "--min-words 9 is above --max-words 8"),
+        (["--min-words", "9", "--without", "few-words"], "--min-words 9 has no effect with --without few-words"),
+        (["--menu-lines", "9", "--without", "navigation"], "--menu-lines 9 has no effect with --without navigation"),
+        (["--min-probability", "0.9", "--language", "any"], "--min-probability 0.9 has no effect with --language any"),
+        (["--min-stop-words", "1", "--language", "fr"], "--min-stop-words 1 has no effect with --language fr"),
+        (["--text-field", "txt"], "out: not one of 1 documents was kept"),
     ],
 )
 def test_wrong_options(tmp_path, capsys, options, message):

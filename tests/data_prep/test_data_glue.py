@@ -242,7 +242,7 @@ def own(folder, header, rows):
     return folder
 
 
-def test_own_files_name_their_columns(tokenizer, tmp_path):
+def test_own_files_name_their_columns(tokenizer, tmp_path, capsys):
     folder = own(tmp_path / "own", "label\tb\ta", ["yes\twe\tthey", "no\tit\tis", "maybe so\tlike\thate"])
     columns = ("--columns", "a,b", "--label", "label", "--in", folder, "--tokenizer", tokenizer)
     assert glue(*columns, "--out", tmp_path / "out") == 0
@@ -252,6 +252,11 @@ def test_own_files_name_their_columns(tokenizer, tmp_path):
     assert glue(*columns, "--out", tmp_path / "ordered", "--labels", "yes,no,maybe so,never") == 0
     lines = (tmp_path / "ordered" / "label" / "dict.txt").read_text().splitlines()
     assert lines == ["yes 1", "no 1", "maybe so 1", "never 0"]
+    own(folder, "label\tb\ta", [f"{number}\twe\tthey" for number in range(10, 60)])
+    capsys.readouterr()
+    assert glue(*columns, "--out", tmp_path / "many") == 0
+    printed = capsys.readouterr().out
+    assert "29: 1, ..." in printed and "30: 1" not in printed
     own(folder, "label\tb\ta", ["-7.5\twe\tthey", "1e3\tit\tis"])
     assert glue(*columns, "--regression", "--out", tmp_path / "numbers") == 0
     assert (tmp_path / "numbers" / "label" / "valid.label").read_text() == "-7.5\n1e3\n"

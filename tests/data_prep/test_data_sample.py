@@ -231,6 +231,8 @@ def test_the_remedy_of_a_mistake_can_be_followed(corpus, tmp_path, capsys):
         ),
         (["--unit", "tokens"], "--unit tokens needs --tokenizer"),
         (["--tokenizer", "nowhere"], "--tokenizer nowhere: there is no such folder"),
+        (["--tokenizer", "."], "--tokenizer has no effect with --unit words: add --unit tokens"),
+        (["--repeat"], "--repeat has no effect without --budget"),
         (["--workers", "0"], "--workers must be at least 1, got 0"),
     ],
 )

@@ -273,6 +273,12 @@ def test_documents_are_not_written_into_what_is_read(tmp_path, capsys):
             assert f"--out {out / 'text'} lies in the input {folder}: the next run" in error and error.count("\n") == 1
     assert [path.name for path in folder.iterdir()] == ["a.txt"]
     assert run(folder, "--out", tmp_path, *QUICK) == 1  # the same folder under its own name
+    capsys.readouterr()
+    within = tmp_path / "out" / "b" / "b.txt"  # --restart would delete it
+    within.parent.mkdir(parents=True)
+    within.write_text("one\n")
+    assert run(within, "--out", tmp_path / "out", *QUICK, "--restart") == 1
+    assert f"the input {within} lies in --out {within.parent}" in capsys.readouterr().err and within.exists()
 
 
 def test_a_dataset_through_datasets(tmp_path, capsys):

@@ -58,6 +58,8 @@ def test_list_and_show(capsys, tmp_path):
     [
         ([], "name a source"),
         (["wikipedia"], "--out DIR is missing"),
+        (["--list", "wikipedia", "--dry-run"], "--list prints and exits: it takes no SOURCE, --dry-run"),
+        (["--show", "wikipedia", "--out", "a"], "--show prints and exits: it takes no --out"),
         (["wikipedai", "--out", "x"], "no source, file or folder 'wikipedai': did you mean wikipedia?"),
         (["stories", "--out", "x"], "stories is gone: .*; instead: cc-stories"),
         (["hf:a:b:c:d", "--out", "x"], "is not hf:OWNER/NAME"),

@@ -148,6 +148,7 @@ def test_metrics_are_those_of_glue(asked, tmp_path, task, classes, metric, optio
         (["--metric", "pearson_and_spearman"], "has 2 classes"),
         (["--train-options=--lr=3"], "--train-options --lr=3"),
         (["--train-options=--dropout=0.3"], "--train-options --dropout=0.3"),
+        (["--train-options", "--optimizer sgd"], "--train-options --optimizer: smlp finetune sets this itself"),
         (["--train-options", "'"], "No closing quotation"),
         (["--train-options=--no-such-option"], "--no-such-option"),
     ],
