@@ -180,6 +180,11 @@ def existing(place: Path) -> Path:
     return place
 
 
+def is_safetensors(path: str | Path) -> bool:
+    """Return whether a file is one of safetensors, by its name."""
+    return Path(path).suffix.lower() == ".safetensors"
+
+
 def is_missing(path: str | Path) -> bool:
     """Return whether nothing exists under a name, as far as this process may see."""
     try:

@@ -33,6 +33,7 @@ from smlp.checkpoint.torch_file import check_records, is_verifying, write_torch_
 from smlp.config import ModelConfig, flatten
 from smlp.config.presets import FROM_TASK
 from smlp.errors import UserError
+from smlp.files import is_safetensors
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 FORMAT_KEY = "smlp_export"
@@ -145,7 +146,7 @@ def check_sums(path: Path) -> None:
     Raises:
         UserError: the file has changed since it was written.
     """
-    if path.suffix != ".safetensors":
+    if not is_safetensors(path):
         check_records(path)
     elif is_verifying() and (problem := digest_problem(path)):
         raise UserError(problem)

@@ -16,6 +16,7 @@ from smlp.checkpoint.opened import Checkpoint, fit_problems, open_checkpoint
 from smlp.checkpoint.parts import open_part
 from smlp.checkpoint.torch_file import existing_file, read_structure, record_problem
 from smlp.errors import UserError
+from smlp.files import is_safetensors
 
 _SIZES = ("max_tokens", "vocab_size", "embed_dim", "ffn_dim", "num_dense_layers", "num_sparse_layers")
 
@@ -52,7 +53,7 @@ def file_problems(path: str | Path) -> list[str]:
     """Return what is wrong with the bytes of the files, one sentence each."""
     try:
         path = existing_file(path)
-        if path.suffix == ".safetensors":
+        if is_safetensors(path):
             read_safetensors(path)
             problem = digest_problem(path)
             return [problem] if problem else []

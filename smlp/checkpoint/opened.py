@@ -17,6 +17,7 @@ from smlp.checkpoint.parts import attach
 from smlp.checkpoint.torch_file import existing_file, is_verifying, read_structure
 from smlp.config import ModelConfig
 from smlp.errors import UserError
+from smlp.files import is_safetensors
 from smlp.moe.experts import expert_parameters
 from smlp.nn.build import model_of
 from smlp.nn.decoder import Decoder
@@ -93,7 +94,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         UserError: a file is missing, truncated or of another checkpoint, or it holds another kind of model.
     """
     path, files = existing_file(path), None
-    if path.suffix == ".safetensors":
+    if is_safetensors(path):
         state, files = read_safetensors(path)
     else:
         state = read_structure(path)

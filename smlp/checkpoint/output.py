@@ -28,7 +28,7 @@ from smlp.checkpoint.opened import Checkpoint
 from smlp.checkpoint.parts import detach, write_part
 from smlp.checkpoint.torch_file import write_torch_file
 from smlp.errors import UserError
-from smlp.files import check_writable, write_whole
+from smlp.files import check_writable, is_safetensors, write_whole
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 # names of fairseq's checkpoints; they are ordered by the number in the group
@@ -67,7 +67,7 @@ def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
     Raises:
         UserError: it cannot be written, its name is that of an export, or another dictionary or tokenizer lies there.
     """
-    if target.suffix == ".safetensors":
+    if is_safetensors(target):
         raise UserError(f"{target}: a checkpoint to train from must end in .pt, as those of fairseq do")
     check_beside(checkpoint.files, target.parent)
     write_whole(target, lambda file: write_torch_file(file, checkpoint.state))
@@ -158,7 +158,7 @@ def write_exported(
     Raises:
         UserError: it cannot be written, or there is no dictionary that fits.
     """
-    as_safetensors = target.suffix == ".safetensors"
+    as_safetensors = is_safetensors(target)
     if as_safetensors:
         safetensors_library()  # fail now if it is missing: the export could not be read on this machine
     files = text_files(checkpoint, dictionary, tokenizer)

@@ -163,10 +163,11 @@ def _merge(args: argparse.Namespace) -> int:
     from smlp.checkpoint.inspection import open_intact
     from smlp.checkpoint.output import check_target, write_exported, write_one_file
     from smlp.errors import UserError
+    from smlp.files import is_safetensors
 
     texts = [path for path in (args.dict, args.tokenizer) if path is not None]
     target = check_target(args.output, [args.path, *texts], args.force)
-    is_export = args.export or target.suffix == ".safetensors"
+    is_export = args.export or is_safetensors(target)
     if texts and not is_export:
         raise UserError(f"{texts[0]} would not be used: only an export has a dictionary and a tokenizer, give --export")
     checkpoint = open_intact(args.path)
@@ -218,6 +219,9 @@ def _average(args: argparse.Namespace) -> int:
         raise UserError("--checkpoint-upper-bound is for --num-epoch-checkpoints and --num-update-checkpoints")
     elif len(paths) == 1 and Path(paths[0]).is_dir():
         raise UserError(f"{paths[0]} is a folder: give --num-epoch-checkpoints N or --num-update-checkpoints N")
+    files = [Path(path).resolve() for path in paths]
+    if twice := [path for number, path in enumerate(paths) if files[number] in files[:number]]:
+        raise UserError(f"{twice[0]} is named twice, and would count twice in the mean")
     target = check_target(args.output, paths, args.force)
     write_one_file(averaged([open_intact(path) for path in paths]), target)
     print(f"mean of {', '.join(str(path) for path in paths)}")

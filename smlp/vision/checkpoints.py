@@ -19,7 +19,7 @@ from torch import nn
 
 from smlp.checkpoint.torch_file import check_records
 from smlp.errors import UserError, out_of_memory
-from smlp.files import regular_file
+from smlp.files import is_safetensors, regular_file
 from smlp.vision.model import ImageModel
 from smlp.vision.weights import change_resolution, from_timm
 
@@ -119,7 +119,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     file = regular_file(path, "checkpoint")
     check_records(file)
     try:
-        if file.suffix == ".safetensors":
+        if is_safetensors(file):
             return {"state_dict": read_safetensors(str(file))}
         with safe_classes_kept(), torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(file, map_location="cpu", weights_only=True)

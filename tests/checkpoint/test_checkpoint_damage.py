@@ -377,6 +377,7 @@ PART = "experts/update_6_8bc6f344/experts_0-3.pt"
         (["average", "whole.pt", "-o", "/dev/null", "--force"], ["/dev/null is a device, which is not replaced"]),
         (["merge", "whole.pt", "-o", "n" * 300], ["cannot write", "File name too long"]),
         (["split", "whole.pt", "-o", "n" * 252, "--parts", "2"], ["cannot write", "File name too long"]),
+        (["average", "whole.pt", "./whole.pt", "-o", "x.pt"], ["./whole.pt is named twice"]),
         (["average", ".", "-o", "x.pt"], [". is a folder: give --num-epoch-checkpoints N"]),
         (["merge", "bart.pt", "-o", "x.pt"], ["another kind of model (bart)"]),
         (["merge", "taken.pt", "-o", "x.pt"], ["taken.pt", "truncated or not a checkpoint"]),

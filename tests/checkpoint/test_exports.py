@@ -54,7 +54,7 @@ def test_exports_are_read_alone_and_without_fairseq(whole: Path, parts: Path, tm
         assert model.vocabulary.symbols == original.vocabulary.symbols
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors", "model.SAFETENSORS"])
 def test_an_export_is_no_damaged_checkpoint(whole: Path, tmp_path: Path, name) -> None:
     """To fairseq: the sentence names the command that makes a checkpoint of it."""
     from fairseq import checkpoint_utils
