@@ -15,7 +15,7 @@ import pytest
 from running import REPOSITORY
 
 from smlp import files
-from smlp.cli.json_file import write_json
+from smlp.cli.json_file import check_output, write_json, write_json_lines
 from smlp.errors import UserError
 from smlp.files import (
     check_writable,
@@ -107,19 +107,19 @@ def test_links_to_streams_are_not_replaced(tmp_path: Path) -> None:
 def test_a_report_is_whole_or_as_before(tmp_path: Path, monkeypatch) -> None:
     """A link or a stream stays one; what cannot be written leaves the older file."""
     path, link = tmp_path / "a.json", tmp_path / "link.json"
-    write_json(str(path), {"a": 1})
+    write_json(str(path), {"ok": 1, "checks": []})
     link.symlink_to("a.json")
-    write_json(str(link), {"a": 2})
-    assert link.is_symlink() and json.loads(path.read_text()) == {"a": 2}
-    write_json("/dev/null", {})
+    write_json(str(link), {"ok": 2, "checks": []})
+    assert link.is_symlink() and json.loads(path.read_text()) == {"ok": 2, "checks": []}
+    write_json("/dev/null", {"ok": True, "checks": []})
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match=rf"cannot write {path}: No space left .* the files saved before are untouched"):
-        write_json(str(path), {"a": 3})
-    assert json.loads(path.read_text()) == {"a": 2} and len(list(tmp_path.iterdir())) == 2
+        write_json(str(path), {"ok": 3, "checks": []})
+    assert json.loads(path.read_text()) == {"ok": 2, "checks": []} and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_link_is_no_lock(tmp_path: Path) -> None:
@@ -202,3 +202,44 @@ def test_a_failed_write_names_the_file_and_leaves_the_older_one(tmp_path) -> Non
     assert caught.value.filename == str(target)
     assert [path.name for path in tmp_path.iterdir()] == ["train.bin"]
     assert target.read_text() == "older"
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "is_ours"),
+    [
+        ("--json", '{\n "ok": true,\n "checks": []\n}', True),
+        ("--json", '[\n {\n  "run": "runs/a-s1",\n  "state": "done"', True),
+        ("--json", "", True),
+        ("--json", "[]", True),
+        ("--json", '{"settings": {"ok": 1}, "tasks": {}}', True),
+        ("--json", '{"name": "package", "version": "1.0"}', False),
+        ("--json", '{"name": "q", "title": "an experiment"}', False),
+        ("--json", '{"metadata": {"total_size": 1}, "weight_map": {}}', False),
+        ("--json", '{"ok": true}', False),
+        ("--json", '{"prompt": "x", "index": 0}', False),
+        ("--output", '{"prompt": "a \\"b\\", {c", "index": 0, "text": ""}\n', True),
+        ("--output", '{"id": "1", "text": "of a corpus"}\n', False),
+        ("--output", '{"prompt": "of a corpus", "completion": ""}\n', False),
+        ("--output", '{"ok": true, "checks": []}', False),
+        ("--trace", '{\n  "schemaVersion": 1,\n  "deviceProperties": [\n', True),
+        ("--trace", '{"traceEvents": []}', False),
+    ],
+)
+def test_only_older_results_are_written_over(option, content, is_ours, tmp_path):
+    path = tmp_path / "file"
+    path.write_text(content)
+    if is_ours:
+        check_output(option, str(path))
+    else:
+        with pytest.raises(UserError, match=f"{option} .*file: a file of another kind exists already"):
+            check_output(option, str(path))
+
+
+def test_a_result_can_be_written_again(tmp_path):
+    """What a command writes must be known as its own: a new kind of result is added to the known ones."""
+    for write in (
+        lambda: write_json(str(tmp_path / "a"), {"new": 1}),
+        lambda: write_json_lines("-o", "b", [{"new": 1}]),
+    ):
+        with pytest.raises(AssertionError, match=r"add the beginning of \{"):
+            write()

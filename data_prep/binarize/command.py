@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from data_prep.flow.options import (
     tokenizer_files,
     tokenizer_setting,
 )
-from data_prep.flow.parts import FilePart, find_files, plan_parts
+from data_prep.flow.parts import FilePart, find_files, left_out, plan_parts
 from data_prep.flow.running import Finished, Report, StepRun, begin, run_parts
 from data_prep.flow.streams import suffix_of, write_bytes
 from smlp.cli.numbers import whole
@@ -119,6 +120,10 @@ def parts_of_splits(args: argparse.Namespace) -> dict[str, list[FilePart]]:
             all_lines=args.format != DOCUMENTS,
         )
         splits[split] = [replace(part, name=f"{split}--{part.name}") for part in parts]
+    if args.sample is not None:
+        read = {part.path for parts in splits.values() for part in parts}
+        for line in left_out([args.sample], suffixes, read):
+            print(line, file=sys.stderr)
     return splits
 
 

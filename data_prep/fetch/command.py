@@ -264,7 +264,7 @@ def as_json(source: Source) -> dict[str, Any]:
     """Return a source without its file's text."""
     row = asdict(source)
     del row["definition"]
-    return {**row, "paths": [str(path) for path in source.paths], "kind": source.kind}
+    return {"kind": source.kind, **row, "paths": [str(path) for path in source.paths]}
 
 
 def print_plan(rows: list[dict[str, Any]], free: int, problems: list[str], json_file: str | None) -> int:

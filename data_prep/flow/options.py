@@ -159,9 +159,8 @@ def reading_of(args: argparse.Namespace) -> ReadSettings:
 def parts_of(args: argparse.Namespace) -> list[FilePart]:
     """Return the parts of ``--in``."""
     found = find_files(args.inputs, FORMATS)
-    if not args.quiet:
-        for line in left_out(args.inputs, FORMATS):
-            print(line, file=sys.stderr)
+    for line in left_out(args.inputs, FORMATS):
+        print(line, file=sys.stderr)
     return plan_parts(found, args.part_bytes, cut_text=args.documents != "file")
 
 

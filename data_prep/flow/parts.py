@@ -89,15 +89,19 @@ def _unfinished(files: Iterable[Path]) -> list[tuple[Path, str]]:
     return found
 
 
-def left_out(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[str]:
-    """Return a line for each folder with files that are not read, except for those that a step itself writes."""
+def left_out(inputs: Sequence[Path], suffixes: Iterable[str], read: Iterable[Path] | None = None) -> list[str]:
+    """Return a line for each folder with files that are not read, except for those that a step itself writes.
+
+    ``read`` are those that are, by default all with these suffixes.
+    """
     lines = []
     for place in inputs:
         if not place.is_dir():
             continue
         files = _walk(place)
         lines += [f"{folder} is not finished: some of its files are missing" for folder, _ in _unfinished(files)]
-        others = [path for path in files if not _is_wanted(path, tuple(suffixes)) and path.name != MANIFEST]
+        known = set(read) if read is not None else {path for path in files if _is_wanted(path, tuple(suffixes))}
+        others = [path for path in files if path not in known and path.name != MANIFEST]
         if others:
             shown = ", ".join(str(path.relative_to(place)) for path in others[:_SHOWN])
             more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""

@@ -202,8 +202,11 @@ def write_bytes(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def json_line(row: Any) -> bytes:
-    """Return a line of ``.jsonl`` in UTF-8; half of a surrogate pair is written as it is."""
-    return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+    """Return a line of ``.jsonl`` in UTF-8; a row with half of a surrogate pair, which UTF-8 lacks, has escapes."""
+    try:
+        return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(row) + "\n").encode()
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

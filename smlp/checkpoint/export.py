@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import torch
 
 from smlp.checkpoint.lazy import FileVersion, LazyTensor, StoredTensor, as_bytes
-from smlp.checkpoint.torch_file import check_records, is_verifying, write_torch_file
+from smlp.checkpoint.torch_file import check_records, is_verifying, of_transformers, write_torch_file
 from smlp.config import ModelConfig, flatten
 from smlp.config.presets import FROM_TASK
 from smlp.errors import UserError
@@ -217,6 +217,8 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     header, start = safetensors_header(path)
     metadata = header.pop("__metadata__", {})
     if "smlp" not in metadata:
+        if (Path(path).parent / "config.json").is_file():
+            raise UserError(of_transformers(Path(path).parent))
         raise UserError(f"{path} is not an export of smlp: its metadata have no entry 'smlp'")
     try:
         tensors = stored_tensors(path, header, start)

@@ -28,7 +28,7 @@ from smlp.checkpoint.opened import Checkpoint
 from smlp.checkpoint.parts import detach, write_part
 from smlp.checkpoint.torch_file import write_torch_file
 from smlp.errors import UserError
-from smlp.files import check_writable, is_safetensors, write_whole
+from smlp.files import check_writable, is_safetensors, not_writable, write_whole
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 # names of fairseq's checkpoints; they are ordered by the number in the group
@@ -37,7 +37,7 @@ _UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
 
 def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) -> Path:
-    """Return the path to write to; make its folder.
+    """Return the path to write to.
 
     Raises:
         UserError: the file exists and ``force`` is not given, it is one of the inputs or a part of a checkpoint, it has
@@ -46,11 +46,10 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
     target = Path(target)
     if target.name in (DICTIONARY, *TOKENIZER_FILES):
         raise UserError(f"{target} has the name of a dictionary or tokenizer file: write to another file")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot make {target.parent}: {getattr(error, 'strerror', error)}") from error
-    check_writable(target)
+    if target.parent.is_dir():
+        check_writable(target)
+    elif problem := not_writable(target.parent):
+        raise UserError(f"cannot write {target}: {problem}")
     if target.exists():
         if any(os.path.samefile(target, path) for path in inputs if os.path.exists(path)):
             raise UserError(f"{target} is an input: write to another file")
@@ -67,9 +66,10 @@ def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
     Raises:
         UserError: it cannot be written, its name is that of an export, or another dictionary or tokenizer lies there.
     """
-    if is_safetensors(target):
+    if target.suffix != ".pt":
         raise UserError(f"{target}: a checkpoint to train from must end in .pt, as those of fairseq do")
     check_beside(checkpoint.files, target.parent)
+    _make_folder(target)
     write_whole(target, lambda file: write_torch_file(file, checkpoint.state))
     write_beside(checkpoint.files, target.parent)
 
@@ -159,11 +159,21 @@ def write_exported(
         UserError: it cannot be written, or there is no dictionary that fits.
     """
     as_safetensors = is_safetensors(target)
+    if not as_safetensors and target.suffix != ".pt":
+        raise UserError(f"{target}: an export must end in .safetensors or .pt")
     if as_safetensors:
         safetensors_library()  # fail now if it is missing: the export could not be read on this machine
     files = text_files(checkpoint, dictionary, tokenizer)
     export = export_of(checkpoint.state, checkpoint.config, checkpoint.num_updates, files)
+    _make_folder(target)
     write_whole(target, lambda file: write_export(file, export, as_safetensors))
+
+
+def _make_folder(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot make {target.parent}: {getattr(error, 'strerror', error)}") from error
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

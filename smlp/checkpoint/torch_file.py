@@ -90,7 +90,17 @@ def existing_file(path: str | Path) -> Path:
     Raises:
         UserError: it is missing, unreadable, a folder, a named pipe or a device.
     """
+    if isinstance(path, str | Path) and (Path(path) / "config.json").is_file():
+        raise UserError(of_transformers(path))
     return regular_file(path, "checkpoint")
+
+
+def of_transformers(folder: str | Path) -> str:
+    """Return the sentence about a folder that transformers saved, given in the place of a checkpoint."""
+    return (
+        f"{folder} is a folder of transformers, as smlp export --hf writes: smlp checkpoint import {folder} -o "
+        "CHECKPOINT.pt makes a checkpoint of it"
+    )
 
 
 def read_structure(path: str | Path) -> Any:

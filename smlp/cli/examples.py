@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     kept, written = [], 0
     for path in wanted:
         copy = target / path.relative_to(source)
-        if copy.is_file():
-            kept += [copy] if copy.read_bytes() != path.read_bytes() else []
+        if copy.exists():
+            kept += [copy] if not copy.is_file() or copy.read_bytes() != path.read_bytes() else []
             continue
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)

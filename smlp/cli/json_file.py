@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,20 +16,32 @@ from smlp.files import write_whole
 
 #: pipes kept open until the process ends, so that their readers wait for the result
 _PIPES: dict[str, int] = {}
-#: bytes of a file's first line that are looked at
-_LONGEST_LINE = 1 << 24
-#: files beside data and models
-_OF_DATA = ("manifest.json", "dataset.json", "config.json", "generation_config.json", "tokenizer.json")
+#: bytes of a file that are looked at
+_LONGEST_BEGINNING = 1 << 24
+#: what reports begin with, and lines: the first key, and the second if the value of the first is no table or list
+_REPORTS = {
+    *(("checkpoint", "text"), ("checkpoint", "arch"), ("checkpoint", "model"), ("settings",), ("run", "state")),
+    *(("arch", "params"), ("arch", "device"), ("flops_per_token", "like"), ("ok", "checks"), ("path", "kind")),
+    *(("model", "passed"), ("model", "settings"), ("model", "layers"), ("presets",), ("omega", "expansion")),
+    *(("first",), ("kind", "name"), ("sources",), ("files",)),
+    ("schemaVersion", "deviceProperties"),  # of torch.profiler
+}
+_LINES = {("prompt", "index"), ("index", "begins"), ("task", "id"), ("task", "doc_id")}
+_BEGINNING = re.compile(
+    r'\s*\[?\s*\{\s*"(\w+)"\s*:(?:\s*(?:"(?:[^"\\]|\\.)*"|[^\s,{}\[\]"]+)\s*,\s*"(\w+)"\s*:)?', re.DOTALL
+)
 
 
 def write_json(path: str, value: Any) -> None:
     """Write ``value`` to the file that ``--json`` names.
 
     Raises:
-        UserError: it cannot be written, or holds something other than JSON; the message names the file.
+        UserError: it cannot be written, or holds something else; the message names the file.
     """
     check_output("--json", path)
-    _write("--json", path, json.dumps(value, indent=1, default=_plain) + "\n")
+    text = json.dumps(value, indent=1, default=_plain) + "\n"
+    _check_known(text, _REPORTS)
+    _write("--json", path, text)
 
 
 def write_json_lines(option: str, path: str, rows: Iterable[Any]) -> None:
@@ -38,7 +51,9 @@ def write_json_lines(option: str, path: str, rows: Iterable[Any]) -> None:
         UserError: as :func:`write_json`.
     """
     check_output(option, path)
-    _write(option, path, "".join(_line(row) for row in rows))
+    text = "".join(_line(row) for row in rows)
+    _check_known(text, _LINES)
+    _write(option, path, text)
 
 
 @contextmanager
@@ -58,8 +73,10 @@ def json_lines(option: str, path: str) -> Iterator[Callable[[Any], None]]:
         file = open(path, "wb", buffering=0)  # noqa: SIM115
 
     def write(row: Any) -> None:
+        line = _line(row)
+        _check_known(line, _LINES)
         with _naming(option, path):
-            file.write(_line(row).encode())
+            file.write(line.encode())
 
     with file:
         yield write
@@ -68,19 +85,18 @@ def json_lines(option: str, path: str) -> Iterator[Callable[[Any], None]]:
 def check_output(option: str, path: str) -> None:
     """Check, before long work, that its result can be written.
 
+    A file that is there may only be an older result of a command, as its beginning shows.
+
     Raises:
-        UserError: it cannot, or the file holds something other than JSON; the message names the file.
+        UserError: it cannot, or the file holds something else; the message names the file.
     """
     with _naming(option, path):
         if Path(path).is_dir():
             raise UserError(f"{option} {path} is a folder: name a file to write")
         with open(path if Path(path).is_file() else os.devnull, "rb") as file:
-            first = file.readline(_LONGEST_LINE)
-            # one report has one object; a corpus has one on each line
-            is_corpus = option == "--json" and first[:1] == b"{" and file.read(1) == b"{"
-            is_data = first and Path(path).name in _OF_DATA
-            if first[:1] not in (b"", b"{", b"[") or is_corpus or is_data:
-                raise UserError(f"{option} {path}: a file of another kind exists already: name another one")
+            text = file.read(_LONGEST_BEGINNING).decode(errors="replace")
+        if not _is_known(text, _REPORTS if option in ("--json", "--trace") else _LINES):
+            raise UserError(f"{option} {path}: a file of another kind exists already: name another one")
         if not Path(path).parent.is_dir():
             raise UserError(f"cannot write {option} {path}: there is no folder {Path(path).parent}")
         place = path if Path(path).exists() else Path(path).parent
@@ -93,6 +109,15 @@ def check_output(option: str, path: str) -> None:
                 if error.errno != errno.ENXIO:
                     raise
                 raise UserError(f"cannot write {option} {path}: nothing reads from this pipe") from None
+
+
+def _is_known(text: str, known: set[tuple[str, ...]]) -> bool:
+    begins = _BEGINNING.match(text)
+    return text.strip() in ("", "[]") or (begins is not None and tuple(filter(None, begins.groups())) in known)
+
+
+def _check_known(text: str, known: set[tuple[str, ...]]) -> None:
+    assert _is_known(text, known), f"add the beginning of {text[:80]} to the known ones"
 
 
 def check_outputs(**paths: str | None) -> None:

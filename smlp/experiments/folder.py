@@ -108,19 +108,26 @@ class RunFolder:
         ]
         self.command.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
+    def check(self, made_with: dict[str, Any]) -> None:
+        """Refuse to go on with weights that were made with something else.
+
+        Raises:
+            UserError: the message names the first setting that differs.
+        """
+        before, after = self.state().get("made_with"), _plain(made_with)
+        if before not in (None, after) and (self.state().get("trained") or self.last_checkpoint().is_file()):
+            key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
+            _check_same(self.path, key, before.get(key), after.get(key))
+
     def claim(self, made_with: dict[str, Any]) -> None:
         """Write down what the run is made with, before it begins.
 
         Raises:
-            UserError: the run has weights that were made with something else.
+            UserError: as :meth:`check`.
         """
-        before, after = self.state().get("made_with"), _plain(made_with)
-        if before == after:
-            return
-        if before is not None and (self.state().get("trained") or self.last_checkpoint().is_file()):
-            key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
-            _check_same(self.path, key, before.get(key), after.get(key))
-        self.update_state(made_with=after)
+        self.check(made_with)
+        if self.state().get("made_with") != _plain(made_with):
+            self.update_state(made_with=_plain(made_with))
 
     def last_checkpoint(self) -> Path:
         """Return the path of the checkpoint from the end of the budget, or from where the run was stopped."""

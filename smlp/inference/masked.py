@@ -73,9 +73,9 @@ class MaskedLanguageModel(nn.Module):
         """Return the ids of texts, padded on the right, (B, n), on the model's device.
 
         Raises:
-            UserError: a text is longer than the model's context.
+            UserError: there is no text, or one is longer than the model's context.
         """
-        if isinstance(texts, str):
+        if isinstance(texts, str) or not len(texts):
             raise UserError(f"texts must be a list of texts, got {texts!r:.80}")
         rows = [torch.tensor(self.tokenize(text)) for text in texts]
         longest, most = max(map(len, rows)), self.encoder.config.max_tokens

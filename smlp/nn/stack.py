@@ -128,6 +128,10 @@ class Stack(nn.Module):
 
     def _embedded(self, tokens_Bn: Tensor, context: ForwardContext) -> Tensor:
         """Return the input of the first block, (B, n, H); put the ids and the padding mask into the context."""
+        if not isinstance(tokens_Bn, Tensor) or tokens_Bn.dtype not in (torch.int64, torch.int32):
+            raise UserError(
+                f"ids must be a tensor of int64 or int32, got {getattr(tokens_Bn, 'dtype', tokens_Bn)!s:.80}"
+            )
         if tokens_Bn.dim() != 2:
             raise UserError(f"ids must have the shape (batch, length), got {tuple(tokens_Bn.shape)}")
         start = context.start
@@ -148,7 +152,12 @@ class Stack(nn.Module):
         if not tokens_Bn.is_meta:
             context.valid_Bn = self._valid(tokens_Bn)
         with span(EMBEDDING):
-            x_BnH = self.embedding(tokens_Bn)
+            try:
+                x_BnH = self.embedding(tokens_Bn)
+            except IndexError:
+                raise UserError(
+                    f"ids must be from 0 to {self.config.vocab_size - 1}, got {tokens_Bn.min()} to {tokens_Bn.max()}"
+                ) from None
             scale = self.config.embed_scale
             if scale != 1:
                 x_BnH = x_BnH * scale

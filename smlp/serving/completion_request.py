@@ -145,6 +145,9 @@ class RequestReader:
             return [prompt]
         if not isinstance(prompt, list) or not prompt:
             raise RequestError("prompt", "prompt must be a text, ids, or a list of them that is not empty")
+        if all(isinstance(one, int) for one in prompt):  # Python counts true and false as such
+            wrong = next(one for one in prompt if not _are_ids([one]))
+            raise RequestError("prompt", f"prompt must hold ids, got {wrong!r}")
         for one in prompt:
             if not isinstance(one, str) and not (isinstance(one, list) and _are_ids(one)):
                 raise RequestError("prompt", f"prompt must hold texts or lists of ids, got {one!r:.80}")

@@ -368,7 +368,7 @@ PART = "experts/update_6_8bc6f344/experts_0-3.pt"
         (["merge", "whole.pt", "-o", PART, "--force"], [PART, "belongs to checkpoints"]),
         (["info", "whole.pt", "--json", "other.pt"], ["other.pt", "of another kind"]),
         (["merge", "whole.pt", "-o", "."], ["is a folder"]),
-        (["merge", "whole.pt", "-o", "taken.pt/x.pt"], ["cannot make taken.pt"]),
+        (["merge", "whole.pt", "-o", "taken.pt/x.pt"], ["cannot write taken.pt/x.pt: taken.pt cannot be made"]),
         (["merge", "none.pt", "-o", "x.pt"], ["there is no checkpoint none.pt"]),
         (["merge", ".", "-o", "x.pt"], ["is a folder: name a checkpoint"]),
         (["merge", "pipe", "-o", "x.pt"], ["pipe is not a regular file but a named pipe"]),
@@ -390,6 +390,9 @@ PART = "experts/update_6_8bc6f344/experts_0-3.pt"
         (["merge", "foreign.safetensors", "-o", "x.pt"], ["not an export of smlp"]),
         (["merge", "short.safetensors", "-o", "x.pt"], ["short.safetensors (9 bytes)", "truncated"]),
         (["split", "whole.pt", "-o", "x.pt", "--parts", "3"], ["4 experts", "3 parts"]),
+        (["split", "whole.pt", "-o", "new/x.pt", "--parts", "3"], ["4 experts", "3 parts"]),
+        (["merge", "whole.pt", "-o", "x.bin"], ["x.bin: a checkpoint to train from must end in .pt"]),
+        (["merge", "whole.pt", "-o", "x.bin", "--export"], ["x.bin: an export must end in .safetensors or .pt"]),
         (["split", "whole.pt", "-o", "x.pt", "--parts", "0"], ["4 experts", "0 parts"]),
         (["split", "whole.pt", "-o", "x.bin", "--parts", "2"], ["x.bin must end in .pt"]),
         (["split", "dense.pt", "-o", "x.pt", "--parts", "1"], ["dense.pt", "no experts"]),
@@ -421,7 +424,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(
     error = refused(capsys, *arguments)
     assert all(word in error for word in words), error
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    assert [path.name for path in tmp_path.glob("experts/*/*")] == [Path(PART).name]
+    assert [path.name for path in tmp_path.glob("experts/*/*")] == [Path(PART).name] and not Path("new").exists()
 
 
 def test_a_split_that_fails_leaves_no_parts(whole: Path, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -157,10 +157,17 @@ def test_status(experiment):
 def test_changed_settings_are_refused(experiment, tmp_path):
     path, out, *_ = experiment
     other = tmp_path / "other.yaml"
-    other.write_text(path.read_text().replace("updates: 6", "updates: 8"))
-    done = run_python("-m", "smlp", "compare", "run", other, "--quick", "--out", out)
-    assert done.rc == 1
-    assert "was made with updates = 6, and the experiment now says 8: give another --out" in done.stderr
+    recorded = [out / name for name in ("experiment.json", "experiment.yaml", "data.json")]
+    before = [file.read_bytes() for file in recorded]
+    for old, new, message in (
+        ("updates: 6", "updates: 8", "was made with updates = 6, and the experiment now says 8: give another --out"),
+        ("lr: 2.0e-3", "lr: 3.0e-3", "gMLP-s1 was made with lr = 0.002, and the experiment now says 0.003"),
+    ):
+        assert old in path.read_text()
+        other.write_text(path.read_text().replace(old, new))
+        done = run_python("-m", "smlp", "compare", "run", other, "--quick", "--out", out)
+        assert done.rc == 1 and message in done.stderr
+        assert [file.read_bytes() for file in recorded] == before
 
 
 def test_dry_run_says_what_is_left(experiment):

@@ -31,7 +31,7 @@ _REASONS = {
     "waiting": "it has not been started",
     "running": "it had not finished when the report was made, or was killed",
     "stopped": "it was stopped, and can be resumed",
-    "unknown": "it has no run.json, so its state is unknown",
+    "unknown": "it has no run.json that can be read, so its state is unknown",
 }
 
 

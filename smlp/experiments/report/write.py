@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
+from smlp.experiments.json_files import read_json
 from smlp.experiments.plan import spread_of
 from smlp.experiments.report import details, health, machine, paper, quality, speed, studies
 from smlp.experiments.report.figures import Picture, write_figures
@@ -39,11 +40,15 @@ def write_report(results: Results, to: Path | None = None, baselines: Sequence[s
         the path of report.md.
 
     Raises:
-        UserError: a baseline is not one of the models, matplotlib is missing, or a file cannot be written.
+        UserError: a baseline is not one of the models, matplotlib is missing, or a file cannot be written; or the
+            folder has a report.md of something else.
     """
     check_matplotlib()
     tables = all_tables(results, baselines)
     to = results.folder / "report" if to is None else to
+    older = read_json(to / "report.json", {}) if (to / "report.json").is_file() else {}
+    if "data_order" not in older and any((to / name).exists() for name in ("report.md", "report.json")):
+        raise UserError(f"{to} has a report.md or report.json of something else: name another folder")
     try:
         (to / TABLES).mkdir(parents=True, exist_ok=True)
     except OSError as error:
