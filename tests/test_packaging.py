@@ -89,6 +89,11 @@ def test_examples_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"kept {changed}: ") and lines[1].startswith("0 of ") and len(lines) == 2
     assert changed.read_text() == "module load cuda\n"
+    folder = tmp_path / "mine" / "examples" / "smlp.sh"
+    folder.unlink()
+    folder.mkdir()
+    assert main(["examples", str(tmp_path / "mine")]) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith(f"kept {folder}: ")
     (tmp_path / "file").touch()
     assert main(["examples", str(tmp_path / "file")]) == 1
     assert "cannot make" in capsys.readouterr().err

@@ -356,6 +356,12 @@ def test_splits_that_are_not_there_or_hold_nothing_are_left_out_unless_they_are_
     assert binarize("--in", out, *common, tmp_path / "two") == 0
     assert [row["where"] for row in manifest_of(tmp_path / "two")["defects"]] == [str(out / "test" / "a.jsonl")]
     assert {path.name for path in (tmp_path / "two").glob("*.bin")} == {"train.bin"}
+    capsys.readouterr()
+    for name in ("train.jsonl", "dev.txt"):
+        (out / name).write_text("not read")
+    assert binarize("--in", out, *common, tmp_path / "two") == 0
+    assert f"not read in {out}: dev.txt, train.jsonl" in capsys.readouterr().err
+    (out / "train.jsonl").unlink()
     assert binarize("--in", out, *common, tmp_path / "two") == 0
     capsys.readouterr()
     for split, words in (("test", "test is empty"), ("valid", "holds no file that ends in")):

@@ -22,7 +22,7 @@ from data_prep.flow.manifest import SETTINGS, STATE, Counts, PartResult, is_whol
 from data_prep.flow.options import run_of
 from data_prep.flow.parts import FilePart, find_files, left_out, plan_parts
 from data_prep.flow.running import StepRun, _lock, begin, is_done, run_parts
-from data_prep.flow.streams import DamagedFile, open_stream, write_bytes, write_stream
+from data_prep.flow.streams import DamagedFile, json_line, open_stream, write_bytes, write_stream
 from data_prep.flow.workers import PartFailed
 from smlp.errors import UserError
 
@@ -77,6 +77,12 @@ def test_a_file_that_is_not_compressed_at_all(tmp_path):
         with pytest.raises(DamagedFile, match=f"a.txt{suffix}"), open_stream(path) as stream:
             stream.read()
         assert [type(piece) for piece in documents_in(path, ReadSettings())] == [Loss, Defect, Defect]
+
+
+def test_every_line_is_utf_8():
+    row = {"text": "é half \ud800 of a pair"}
+    assert json.loads(json_line(row).decode("utf-8")) == row and b"\\ud800" in json_line(row)
+    assert json_line({"text": "é"}) == '{"text": "é"}\n'.encode()
 
 
 def test_a_write_that_fails_leaves_nothing_under_the_name(tmp_path):

@@ -276,7 +276,7 @@ def written(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("bits", "nats"), [("1500", 1040.0), ("NaN", math.nan)])
-def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats):
+def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats, capsys):
     """One seed of gMLP, and all of Switch."""
     for model, seeds in (("gMLP", SEEDS[1:2]), ("Switch", SEEDS)):
         for seed in seeds:
@@ -294,8 +294,16 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats):
     assert set(cell(quality, "gMLP", "per_token").samples) == {1, 3}
     assert cell(quality, "Switch", "per_token").text == "–"
     assert set(cell(quality, "sMLP", "against_gMLP").samples) == {1, 3}
-    assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
-    page = (out / "there" / "report.md").read_text()
+    mine = out / "there" / "report.md"
+    mine.parent.mkdir()
+    mine.write_text("of the user")
+    assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 1
+    assert "there has a report.md or report.json of something else" in capsys.readouterr().err
+    assert mine.read_text() == "of the user"
+    mine.unlink()
+    for _ in range(2):  # a report of ours is written again
+        assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
+    page = mine.read_text()
     assert "**Finished, but diverged or with files missing or damaged: gMLP-s2, Switch-s1" in page
     words = re.findall(r"\w+", re.sub("valid is nan nats", "", page))
     assert "inf" not in words and "nan" not in words

@@ -253,6 +253,9 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     path, _ = write_checkpoint(tmp_path / "ours", WORDS, "smlp_tiny", 12)
     folder = exported(path, tmp_path / "hf")
     assert "is not an empty folder" in refused(capsys, "export", path, folder, "--hf")
+    for given in (folder, folder / "model.safetensors"):
+        said = refused(capsys, "checkpoint", "info", given)
+        assert f"{folder} is a folder of transformers" in said and f"smlp checkpoint import {folder} -o" in said
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert "link exists and is not an empty folder" in refused(capsys, "export", path, tmp_path / "link", "--hf")
     (path.parent / "dict.txt").rename(tmp_path / "dict.txt")

@@ -178,6 +178,8 @@ def test_masks_are_filled(trained):
         model.fill(None)
     with pytest.raises(smlp.UserError, match="texts must be a list of texts, got 'a cat'"):
         model.features("a cat")
+    with pytest.raises(smlp.UserError, match=r"texts must be a list of texts, got \[\]"):
+        model.features([])
     with pytest.raises(smlp.UserError, match="a text of 32 tokens is longer than the model's context of 24"):
         model.features(["a " * 30])
 

@@ -219,6 +219,12 @@ def test_too_long_an_input_is_refused_with_both_numbers():
         model(random_tokens(1, 13))
     with pytest.raises(smlp.UserError, match=r"ids must have the shape \(batch, length\), got \(12,\)"):
         model(random_tokens(1, 12)[0])
+    for tokens, found in ((random_tokens(1, 12).float(), "torch.float32"), ([[1, 2]], r"\[\[1, 2\]\]")):
+        with pytest.raises(smlp.UserError, match=f"ids must be a tensor of int64 or int32, got {found}"):
+            model(tokens)
+    size = model.config.vocab_size
+    with pytest.raises(smlp.UserError, match=f"ids must be from 0 to {size - 1}, got 5 to {size}"):
+        model(torch.tensor([[5, size]]))
     state = DecodingState()
     model(random_tokens(1, 12), state)
     with pytest.raises(smlp.UserError, match=r"13 tokens.*max_tokens=12"):

@@ -163,6 +163,7 @@ REFUSED = {
     "a number": ({"prompt": 3}, "prompt", "prompt must be a text, ids, or a list"),
     "nothing": ({"prompt": []}, "prompt", "that is not empty"),
     "mixed": ({"prompt": ["w1", 2]}, "prompt", "must hold texts or lists of ids, got 2"),
+    "a bool": ({"prompt": [5, True, 99]}, "prompt", "must hold ids, got True"),
     "unknown id": ({"prompt": [99]}, "prompt", "from 0 to 39, got 99"),
     "too long": ({"prompt": "w1 " * 16}, "prompt", "17 tokens (start symbol included), and the model's context has 16"),
     "surrogate": ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
