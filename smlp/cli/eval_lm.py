@@ -131,8 +131,8 @@ def check_options(args: argparse.Namespace) -> None:
     if factor is not None and not 0 <= factor < float("inf"):
         raise UserError(f"--eval-capacity-factor must be at least 0, got {factor}")
     manifests = (os.path.join(folder, "manifest.json") for folder in (args.data or "").split(":"))
-    check_outputs(json=args.json, per_document=args.per_document)
     check_not_read([args.text, *manifests], json=args.json, per_document=args.per_document)
+    check_outputs(json=args.json, per_document=args.per_document)
     if args.parity and args.nproc == 1:
         raise UserError("--parity compares one rank with several: leave --nproc 1 out")
     if args.parity:

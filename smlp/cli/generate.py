@@ -108,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
     if args.output not in (None, "-"):
         from smlp.cli.json_file import check_not_read, check_output
 
-        check_output("--output", args.output)
         check_not_read([args.file], output=args.output)
+        check_output("--output", args.output)
     if args.interactive:
         from smlp.cli.prompt_loop import PromptLoop
 

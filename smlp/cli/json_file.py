@@ -113,7 +113,7 @@ def check_output(option: str, path: str) -> None:
 
 def _is_known(text: str, known: set[tuple[str, ...]]) -> bool:
     begins = _BEGINNING.match(text)
-    return text.strip() in ("", "[]") or (begins is not None and tuple(filter(None, begins.groups())) in known)
+    return text.strip() in ("", "[]", "{}") or (begins is not None and tuple(filter(None, begins.groups())) in known)
 
 
 def _check_known(text: str, known: set[tuple[str, ...]]) -> None:

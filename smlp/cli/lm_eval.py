@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
     names = list(dict.fromkeys(name.strip() for name in args.tasks.split(",") if name.strip()))
     if not names:
         raise UserError("--tasks names no task")
-    check_outputs(output=args.output, json=args.json)
     for option in ("data_dir", "include_path"):
         folder = getattr(args, option)
         if folder is not None and not folder.is_dir():
             raise UserError(f"--{option.replace('_', '-')} {folder} is not a folder")
     if args.data_dir is not None:
         check_tasks_kept(args.data_dir, output=args.output, json=args.json)
+    check_outputs(output=args.output, json=args.json)
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:

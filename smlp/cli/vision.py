@@ -548,8 +548,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     from data_prep.images import FACTS
     from smlp.cli.json_file import check_not_read, check_outputs, write_json
 
-    check_outputs(json=args.json)
     check_not_read([os.path.join(args.data_dir, FACTS)], json=args.json)
+    check_outputs(json=args.json)
     import_timm()
     from smlp.vision.evaluate import evaluate
 

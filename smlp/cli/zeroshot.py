@@ -79,9 +79,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Score the tasks and print the report."""
     names = check(args)
+    check_tasks_kept(args.data_dir, output=args.output, json=args.json)
     check_outputs(output=args.output, json=args.json)
     _check_not_kept(args)
-    check_tasks_kept(args.data_dir, output=args.output, json=args.json)
     return as_team(args, lambda team: _evaluate(args, names, team))
 
 
