@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 from smlp.cli.numbers import MOST, MOST_PROCESSES, MOST_SIZE, real, whole
 from smlp.cli.options import refuse_unused
 from smlp.errors import UserError
+from smlp.files import check_folder
 from smlp.launch.machine import num_cores
-from smlp.vision.image_options import check_images, listed
+from smlp.vision.image_options import MOMENTUM, check_images, listed
 
 DESCRIPTION = "images: data, training, evaluation and tables of MLP-Mixer and gMLP, with timm's parts"
 EPILOG = """examples:
@@ -143,7 +144,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--opt-betas", type=float, nargs="+", metavar="X", help="betas of the optimizer (default: its own)"
     )
-    _number(group, "--momentum", share, 0.9, "momentum of SGD and similar optimizers")
+    _number(group, "--momentum", share, MOMENTUM, "momentum of SGD and similar optimizers")
     _number(group, "--weight-decay", rate, 0.05, "weight decay of matrices and convolutions")
     group.add_argument("--clip-grad", **positive, metavar="X", help="clip gradients (default: no clipping)")
     group.add_argument(
@@ -505,8 +506,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
             limit = "" if most == math.inf else f" and at most {most:g}"
             raise UserError(f"--{option.replace('_', '-')} {shown}: two numbers above 0{limit} are needed, in order")
     check_images(args, args.in_chans or 3)
-    if args.opt_betas is not None and not all(0 <= number < 1 for number in args.opt_betas):
-        raise UserError(f"--opt-betas {listed(args.opt_betas)}: betas are from 0 to below 1")
+    if args.opt_betas is not None and (len(args.opt_betas) < 2 or not all(0 <= beta < 1 for beta in args.opt_betas)):
+        raise UserError(f"--opt-betas {listed(args.opt_betas)}: two betas or more from 0 to below 1 are needed")
     if args.decay_milestones != sorted(set(args.decay_milestones)) or args.decay_milestones[0] < 1:
         raise UserError(f"--decay-milestones {listed(args.decay_milestones)}: epochs from 1 on, in order, are needed")
     groups = (
@@ -527,6 +528,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
             args.mixup > 0 and (args.cutmix > 0 or args.cutmix_minmax is not None),
             ["mixup_switch_prob"],
         ),
+        ("--cutmix-minmax, which is given instead", args.cutmix_minmax is None, ["cutmix"]),
         ("--model-ema", args.model_ema, ["model_ema_decay", "model_ema_warmup"]),
         *_needs_amp(args),
     )
@@ -599,6 +601,7 @@ def _plot(args: argparse.Namespace) -> int:
     from smlp.plots.drawing import check_matplotlib
 
     check_matplotlib()
+    check_folder(args.out, "--out", "the pictures")
     import_timm()
     from smlp.plots.image_units import draw_image_units
     from smlp.vision.checkpoints import read_checkpoint

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 
 from smlp.config import ModelConfig
 from smlp.errors import UserError
@@ -80,7 +81,7 @@ class Component:
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in vars(self).items() if name not in ("name", "layer", "kind", "work")}
         for name, value in {**numbers, **self.work}.items():
-            if not isinstance(value, (int, float)) or not value >= 0:
+            if not isinstance(value, Real) or not value >= 0:
                 raise UserError(f"costs of {self.name}: {name} must be a number of at least 0, got {value!r:.40}")
 
     @property

@@ -47,7 +47,8 @@ def original_sizes(lines: list[str], stream: BinarizedTokens) -> TextSizes:
     """
     if len(lines) != len(stream.lengths):
         raise UserError(
-            f"--text has {len(lines)} lines, but the data have {len(stream.lengths)}: were they made from this text?"
+            f"--text has {len(lines)} lines, but the data have {len(stream.lengths)}: were they made from this text, "
+            "line by line (smlp data binarize --format lines)?"
         )
     words_N, bytes_N = np.zeros((2, len(stream.tokens)), dtype=np.int64)
     last_L = np.cumsum(stream.lengths, dtype=np.int64) - 1

@@ -126,6 +126,9 @@ def _make(text: TextSource, folder: Path) -> None:
     step = [*this_program(), "data"]
     learn = ["tokenizer", "--in", str(splits / "train.txt"), "--documents", "line", "--out", str(pieces)]
     _step("vocabulary", [*step, *learn, "--vocab-size", str(text.vocab_size), "--pad-multiple", "8", "--restart"], logs)
+    vocabulary = read_json(pieces / _MANIFEST, {"vocabulary": {"pieces": int}})["vocabulary"]
+    if vocabulary["pieces"] < text.vocab_size - 3:  # <unk>, <s> and </s>, which are no pieces of text
+        print(f"data: the text is too small for {text.vocab_size:,} pieces: there are {vocabulary['pieces']:,}")
     encode = ["binarize", "--format", "lines", "--in", str(splits), "--tokenizer", str(pieces)]
     _step("binarize", [*step, *encode, "--out", str(folder / "data"), "--restart"], logs)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from smlp.config import ModelConfig, flatten
-from smlp.config.presets import preset
+from smlp.config.ignored_settings import ignored_settings
+from smlp.config.presets import PRESETS, preset
 from smlp.costs.formula import flops_per_token, parameters
 from smlp.costs.match import FAMILIES, like, match
 from smlp.errors import UserError
@@ -318,6 +319,9 @@ def print_models(experiment: Experiment, models: Sequence[PlannedModel]) -> None
             f"{model.name:<{width}}  {model.flops_per_token / 1e6:>25.3f}  {total / 1e6:>12.1f}  "
             f"{model.arch} {settings}".rstrip()
         )
+    for model in models:
+        for name, reason in ignored_settings(model.config, PRESETS.get(model.arch, {})).items():
+            print(f"{model.name}: {name} has no effect: {reason}")
     print(
         f"spread of the FLOPs {spread_of(models):.2%}; {experiment.tokens:,} tokens for each model and seed "
         f"({experiment.updates:,} updates of {experiment.tokens_per_update:,})",

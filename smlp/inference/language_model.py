@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from smlp.config.settings import require
 from smlp.errors import UserError
 from smlp.inference.generation import BeamSearch, Continuation, Limits, Sampling, TextWriter, method_of
 from smlp.inference.scoring.candidates import TextScore, drop_nothing, score_texts
@@ -92,6 +93,8 @@ class LanguageModel(nn.Module):
         for pair in pairs:
             if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
                 raise UserError(f"texts to score must be strings, or pairs of a context and a string, got {pair!r:.80}")
+        if not isinstance(batch_tokens, int) or batch_tokens < 1:
+            raise UserError(f"batch_tokens must be a whole number of at least 1, got {batch_tokens!r}")
         drop_nothing(self.decoder)
         found = score_texts(self.decoder, self.encoding(newline, fill_prefix), pairs, batch_tokens)
         return found[0] if alone else found
@@ -158,8 +161,11 @@ class LanguageModel(nn.Module):
         Text that may be the beginning of a stop string is held back until that is decided.
 
         Raises:
-            UserError: as :meth:`continuations`; also for a beam search, which has no text before its end.
+            UserError: as :meth:`continuations`; also for a beam search, which has no text before its end, and for
+                several texts.
         """
+        if options.get("num_return", 1) != 1:
+            raise UserError(f"a stream is one text, so that num_return must be 1, got {options['num_return']!r}")
         writer = self.writer(max_tokens, method, **options)
         return (new for _, new in writer.follow([writer.prompt_tokens(prompt)]) if new)
 
@@ -195,6 +201,7 @@ class LanguageModel(nn.Module):
         Raises:
             UserError: a value is out of range, or options cannot be combined.
         """
+        require(isinstance(fill_prefix, bool), f"fill_prefix must be True or False, got {fill_prefix!r}")
         if method is None:
             method = method_of(**settings)
         elif settings:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 
 from smlp.config import ModelConfig
-from smlp.config.presets import preset
+from smlp.config.ignored_settings import ignored_settings
+from smlp.config.presets import PRESETS, preset
 from smlp.costs.memory import check_weights
 from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder
@@ -40,6 +42,8 @@ def build(arch: str, **overrides: Any) -> Decoder | Encoder:
             machine has.
     """
     config = preset(arch, **overrides)
+    for name, reason in ignored_settings(config, PRESETS[arch]).items():
+        warnings.warn(f"{name} has no effect: {reason}", stacklevel=2)
     if torch.get_default_device().type == "cpu":
         check_weights(config)
     return model_of(config)

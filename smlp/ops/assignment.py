@@ -70,13 +70,9 @@ def balanced_assignment(scores: Tensor) -> Tensor:
         ValueError: ``scores`` is not a real matrix with values and at least one column.
         FloatingPointError: a score is NaN.
     """
-    if not isinstance(scores, Tensor) or scores.is_complex():
-        kind = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(f"scores must be a tensor of real numbers, got {kind}")
+    _check(scores, ("N", "E"))
     if scores.is_meta:
         raise ValueError("scores must be a tensor with values, got one on the device meta")
-    if scores.dim() != 2 or scores.size(1) == 0:
-        raise ValueError(f"scores must have shape (N, E) with E >= 1, got {tuple(scores.shape)}")
     return balanced_assignments(scores.unsqueeze(0))[0]
 
 
@@ -90,9 +86,19 @@ def balanced_assignments(scores: Tensor) -> Tensor:
         Experts (B, N), int64.
 
     Raises:
+        ValueError: ``scores`` is not such a tensor, or has no column.
         FloatingPointError: a score is NaN.
     """
+    _check(scores, ("B", "N", "E"))
     return torch.ops.smlp.balanced_assignments(scores) if is_traced() else _at_once(scores)
+
+
+def _check(scores: Tensor, shape: tuple[str, ...]) -> None:
+    if not isinstance(scores, Tensor) or scores.is_complex():
+        kind = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(f"scores must be a tensor of real numbers, got {kind}")
+    if scores.dim() != len(shape) or scores.size(-1) == 0:
+        raise ValueError(f"scores must have shape ({', '.join(shape)}) with E >= 1, got {tuple(scores.shape)}")
 
 
 def _at_once(scores_BNE: Tensor) -> Tensor:

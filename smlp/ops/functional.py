@@ -165,7 +165,12 @@ def activated_halves(x_BnF: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
     Returns:
         Two tensors (B, n, F/2).
+
+    Raises:
+        ValueError: F is odd, or there is no such activation.
     """
+    if x_BnF.size(-1) % 2 or name not in ACTIVATION_FUNCTIONS:
+        raise ValueError(f"F must be even, and the activation one of {', '.join(ACTIVATION_FUNCTIONS)}, got {name!r}")
     if not allowed(x_BnF):
         first, second = ACTIVATION_FUNCTIONS[name](x_BnF).chunk(2, dim=-1)
         return first, second

@@ -72,7 +72,7 @@ def create_model(args: Namespace) -> nn.Module:
         raise UserError(f"--model {args.model}: timm has no such model; {hint}")
     settings = dict(args.model_kwargs)
     if own := [name for name in settings if name in _TIMMS_OWN]:
-        raise UserError(f"--model-kwargs: {own[0]} is not a setting of the model{_TIMMS_OWN[own[0]]}")
+        raise UserError(f"--model-kwargs: {own[0]} does not go there{_TIMMS_OWN[own[0]]}")
     if args.img_size is not None:
         settings.setdefault("img_size", args.img_size)
     try:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from smlp.errors import UserError
 
+#: default of --momentum
+MOMENTUM = 0.9
+
 
 def check_images(args: Namespace, channels: int | None) -> None:
     """Refuse means, deviations and sizes that images of ``channels`` channels, None if unknown, cannot have.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from smlp.errors import UserError
 from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint
 from smlp.vision.data import class_names, evaluation_loader, open_split, said_by_timm, training_loader
 from smlp.vision.evaluate import precision_of
+from smlp.vision.image_options import MOMENTUM
 
 SUMMARY, LAST, _BEST = "summary.csv", "last.pth.tar", "model_best.pth.tar"
 #: options that a resumed optimizer has from its checkpoint
@@ -49,6 +51,18 @@ def run_folder(args: Namespace) -> Path:
 def _continues(resumed: str, held: Path) -> bool:
     """Return whether a run goes on where its checkpoint lies: from the last one, or, if that is gone, another."""
     return held.samefile(resumed) if held.name == LAST else Path(resumed).parent.samefile(held.parent)
+
+
+def check_used(args: Namespace, settings: Mapping[str, Any]) -> None:
+    """Refuse options of other optimizers, which timm would ignore.
+
+    Raises:
+        UserError: the optimizer has no such setting.
+    """
+    given = {"opt_eps": args.opt_eps, "opt_betas": args.opt_betas, "momentum": args.momentum != MOMENTUM or None}
+    for name, value in given.items():
+        if value is not None and not any(own.startswith(name.removeprefix("opt_").rstrip("s")) for own in settings):
+            raise UserError(f"--{name.replace('_', '-')} has no effect with --opt {args.opt}")
 
 
 def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
@@ -119,6 +133,7 @@ class Training:
         self.criterion = SoftTargetCrossEntropy() if self.mixes else LabelSmoothingCrossEntropy(args.smoothing)
         with said_by_timm(f"--opt {args.opt!r} and its options"):
             self.optimizer = create_optimizer_v2(self.model, **optimizer_kwargs(cfg=args))
+        check_used(args, self.optimizer.defaults)
         self.precision = precision_of(args, device)
         self.scaler = NativeScaler(device.type) if args.amp and args.amp_dtype == "float16" else None
         self.first_epoch = 0

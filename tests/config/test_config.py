@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -207,6 +208,11 @@ def test_a_model_that_no_memory_holds_is_not_built():
 )
 def test_settings_without_effect_are_found(arch, changed, ignored):
     assert ignored_settings(smlp.preset(arch, **changed), PRESETS[arch]) == ignored
+
+
+def test_building_a_model_warns_of_settings_without_effect():
+    with pytest.warns(UserWarning, match="num_experts has no effect: the model has no sparse layers"):
+        smlp.build("gmlp_lm_tiny", vocab_size=np.int64(50), num_experts=16)
 
 
 @pytest.mark.parametrize("arch", PRESETS)

@@ -160,6 +160,11 @@ def test_where_every_logit_is_nan_no_leak_can_be_seen():
         leak_test(model)
 
 
+def test_only_decoders_can_leak():
+    with pytest.raises(smlp.UserError, match=r"a leak test takes a decoder, such as .*, got None"):
+        leak_test(None)
+
+
 def test_positions_reach_both_ends():
     assert default_positions(128)[0] == 1 and default_positions(128)[-1] == 127
     assert default_positions(2) == [1] and default_positions(1) == []

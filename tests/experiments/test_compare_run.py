@@ -179,8 +179,11 @@ def test_dry_run_says_what_is_left(experiment):
 
 def test_dry_run_trains_nothing(experiment, tmp_path):
     path, *_ = experiment
-    done = run_python("-m", "smlp", "compare", "run", path, "--out", tmp_path / "dry", "--dry-run")
+    other = tmp_path / "other.yaml"
+    other.write_text(path.read_text().replace("{arch: gmlp_lm_tiny,", "{arch: gmlp_lm_tiny, num_experts: 4,"))
+    done = run_python("-m", "smlp", "compare", "run", other, "--out", tmp_path / "dry", "--dry-run")
     assert done.rc == 0, done.stderr
+    assert "\ngMLP: num_experts has no effect: the model has no sparse layers\n" in done.stdout
     assert re.search(r"4 runs: about \d+ s with 2 at a time", done.stdout)
     assert "smlp train" in done.stdout
     assert not (tmp_path / "dry").exists()

@@ -138,3 +138,7 @@ def test_what_does_not_go_together_is_named_before_anything_is_written(lm, optio
 def test_a_search_cannot_be_streamed(lm):
     with pytest.raises(smlp.UserError, match="beam search"):
         lm.stream("the", 5, beam=2)
+    with pytest.raises(smlp.UserError, match="a stream is one text, so that num_return must be 1, got 2"):
+        lm.stream("the", 5, num_return=2)
+    with pytest.raises(smlp.UserError, match="fill_prefix must be True or False, got 'no'"):
+        lm.stream("the", 5, fill_prefix="no")

@@ -1,5 +1,6 @@
 """Writing text: greedy, sampling, seeds, the end of the context."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -149,6 +150,18 @@ BAD = [
 def test_bad_settings_are_named(make, words):
     with pytest.raises(smlp.UserError, match=words):
         make()
+
+
+def test_prompts_are_ids_in_any_form(model):
+    wanted = list(smlp.generate(model, [2, 5], 3))
+    for prompt in (torch.tensor([2, 5]), np.array([2, 5]), (2, 5)):
+        assert list(smlp.generate(model, prompt, 3)) == wanted
+    size = model.config.vocab_size
+    for wrong in ("The", [2, size], [-1], [2.5], torch.ones(1, 2)):
+        with pytest.raises(smlp.UserError, match=f"the prompt must be ids from 0 to {size - 1}, got "):
+            smlp.generate(model, wrong, 3)
+    with pytest.raises(smlp.UserError, match=r"ids are continued by a decoder, such as .*, got 'model.pt'"):
+        smlp.generate("model.pt", [2], 3)
 
 
 def test_an_empty_prompt_is_refused(model):

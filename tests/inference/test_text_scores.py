@@ -65,6 +65,9 @@ def test_what_cannot_be_scored_is_said(lm, tmp_path):
         lm.score(" ".join(WORDS))
     with pytest.raises(UserError, match="adds no token"):
         lm.score(["w1", ""])
+    for size in (0, "8"):
+        with pytest.raises(UserError, match=f"batch_tokens must be a whole number of at least 1, got {size!r}"):
+            lm.score("w1", batch_tokens=size)
     partial = smlp.load_pretrained(write_checkpoint(tmp_path, WORDS, "smlp_partial_tiny", 20)[0])
     with pytest.raises(UserError, match="' w2' begins within the first 4 positions"):
         partial.score(("w1", " w2"))

@@ -113,6 +113,8 @@ def test_nan_is_an_error_with_numbers():
 def test_a_wrong_shape_is_named():
     with pytest.raises(ValueError, match=r"\(5,\)"):
         balanced_assignment(torch.zeros(5))
+    with pytest.raises(ValueError, match=r"scores must have shape \(B, N, E\) with E >= 1, got \(5, 4\)"):
+        balanced_assignments(torch.zeros(5, 4))
     with pytest.raises(ValueError, match=r"\(5, 0\)"):
         balanced_assignment(torch.zeros(5, 0))
 

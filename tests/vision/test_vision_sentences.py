@@ -316,7 +316,12 @@ def test_grey_and_colour_images_are_read_as_the_model_wants(digits):
 def test_values_that_timm_fails_with(digits, capsys):
     for words, said in (
         (["--opt", "nope"], "timm does not take --opt 'nope'"),
-        (["--opt-betas", "1", "2"], "--opt-betas 1 2: betas are from 0 to below 1"),
+        (["--opt-betas", "1", "2"], "--opt-betas 1 2: two betas or more from 0 to below 1 are needed"),
+        (["--opt-betas", "0.9"], "--opt-betas 0.9: two betas or more from 0 to below 1 are needed"),
+        (["--opt", "sgd", "--opt-betas", "0.1", "0.2"], "--opt-betas has no effect with --opt sgd"),
+        (["--opt", "sgd", "--opt-eps", "0.1"], "--opt-eps has no effect with --opt sgd"),
+        (["--momentum", "0.2"], "--momentum has no effect with --opt adamw"),
+        (["--cutmix", "1", "--cutmix-minmax", "0.2", "0.8"], "--cutmix has no effect without --cutmix-minmax, which"),
         (["--sched", "step", "--decay-epochs", "0"], "--decay-epochs must be above 0, got 0"),
         (["--decay-milestones", "5", "3"], "--decay-milestones 5 3: epochs from 1 on, in order, are needed"),
         (["--decay-rate", "0.5"], "--decay-rate has no effect without --sched step, multistep or poly"),
@@ -333,9 +338,9 @@ def test_values_that_timm_fails_with(digits, capsys):
         (["--cutmix-minmax", "1", "0"], "--cutmix-minmax 1 0: two numbers"),
         (["--std", "-1"], "--std -1: deviations are above 0"),
         (["--crop-pct", "0.001"], "--crop-pct must be at least 0.1, got 0.001"),
-        (["--model-kwargs", "in_chans=3"], "in_chans is not a setting of the model; give --in-chans"),
-        (["--model-kwargs", "pretrained_cfg=5"], "pretrained_cfg is not a setting of the model"),
-        (["--model-kwargs", "features_only=True"], "features_only is not a setting of the model"),
+        (["--model-kwargs", "in_chans=3"], "in_chans does not go there; give --in-chans"),
+        (["--model-kwargs", "pretrained_cfg=5"], "pretrained_cfg does not go there"),
+        (["--model-kwargs", "features_only=True"], "features_only does not go there"),
         (["--model-kwargs", f"embed_dim={10**30}"], "embed_dim must be at most 2,147,483,647, got 1000"),
         (["--model-kwargs", f"mlp_width={2**31}"], "mlp_width must be at most 2,147,483,647, got 2147483648"),
         (["--device", "hpu"], "--device hpu cannot be used here: "),
@@ -388,7 +393,7 @@ def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
         assert f"{path} is damaged: it was trained with --{name.replace('_', '-')} {value!r}" in line
     content["args"] = argparse.Namespace(model_kwargs={"pretrained_cfg": 5}, model="smlp_mixer_tiny")
     torch.save(content, path)
-    assert "pretrained_cfg is not a setting" in sentence(capsys, "evaluate", path, "--data-dir", digits, "-j", "0")
+    assert "pretrained_cfg does not go there" in sentence(capsys, "evaluate", path, "--data-dir", digits, "-j", "0")
     for name, value, words in (
         ("state_dict_ema", 5, "damaged.pth.tar is damaged: its state_dict_ema holds no weights"),
         ("state_dict_ema", {}, "damaged.pth.tar is damaged: its state_dict_ema holds no weights"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -76,15 +77,16 @@ def ready_prompts(
             position.
 
     Raises:
-        UserError: a prompt is empty, or ends within the prefix and ``fill`` is None; a text needs more than T positions
-            and is neither to stop nor to slide there, or its prompt fills the context; the model's routing is leaky.
+        UserError: a prompt is empty or holds something other than ids, or ends within the prefix and ``fill`` is None;
+            a text needs more than T positions and is neither to stop nor to slide there, or its prompt fills the
+            context; the model's routing is leaky.
     """
     if config.is_leaky:
         raise UserError("a model with feature_routing=leaky reads the tokens that it predicts: it cannot generate text")
     ready = []
     for number, prompt in enumerate(prompts, start=1):
         where = "" if len(prompts) == 1 else f"prompt {number}: "
-        tokens = _filled(config, list(prompt), fill, where)
+        tokens = _filled(config, _ids(config, prompt, where), fill, where)
         if limits.when_full == "slide":
             kept = tokens[-config.max_tokens :]
             ready.append(Prompt(kept, limits.max_tokens, "length", len(tokens) - len(kept)))
@@ -101,6 +103,14 @@ def ready_prompts(
         finish = "context" if room < limits.max_tokens else "length"
         ready.append(Prompt(tokens, min(room, limits.max_tokens), finish))
     return ready
+
+
+def _ids(config: ModelConfig, prompt: Sequence[int], where: str) -> list[int]:
+    """Return the ids of a prompt as plain numbers; a tensor or an array of them is one, too."""
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(prompt, str) or not all(isinstance(one, Integral) and 0 <= one < config.vocab_size for one in prompt):
+        raise UserError(f"{where}the prompt must be ids from 0 to {config.vocab_size - 1}, got {prompt!r:.80}")
+    return [int(one) for one in prompt]
 
 
 def _filled(config: ModelConfig, tokens: list[int], fill: int | None, where: str) -> list[int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from smlp.errors import NaNError
+from smlp.errors import NaNError, UserError
 from smlp.inference.generation.prompts import Prompt, SharedPositions, Text, ready_prompts
 from smlp.inference.generation.settings import Limits, Sampling
 from smlp.nn.decoder import Decoder
@@ -31,6 +31,8 @@ def generate(
 
     Arguments and errors as in :func:`sampled_texts`; ``max_tokens`` ids are yielded.
     """
+    if not isinstance(decoder, Decoder):
+        raise UserError(f"ids are continued by a decoder, such as load_pretrained(PATH).decoder, got {decoder!r:.80}")
     limits = Limits(max_tokens, when_full=when_full)
     texts = sampled_texts(decoder, [prompt], limits, sampling, banned=banned, fill=fill)
     return (text.tokens[-1] for text in texts)
