@@ -60,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         overrides = {"max_tokens": args.tokens} if args.tokens is not None else {}
         overrides |= {"embed_dim": args.width, "ffn_dim": args.width, "vocab_size": 1000}
-        decoder = build(args.arch, **overrides)
+        try:
+            decoder = build(args.arch, **overrides)
+        except UserError as error:
+            raise UserError(f"--arch {args.arch} with --width {args.width}: {error}") from None
         if not isinstance(decoder, Decoder):
             raise UserError(
                 f"--arch {args.arch} is an encoder, whose positions see later ones: there is no leak to find"

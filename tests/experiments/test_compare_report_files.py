@@ -71,6 +71,14 @@ def test_a_log_that_says_nothing_is_named(out):
     assert found == {"gMLP-s2": "neither update_times.jsonl nor train.log says how long it trained"}
 
 
+def test_a_log_that_was_cut_is_named(out):
+    log = run_folder(out, "gMLP", 2) / "train.log"
+    text = log.read_text()
+    log.write_text(text[: text.index('"valid_num_updates": "30"')])
+    found = {run.name: reason for run, reason in incomplete(read_results(out))}
+    assert list(found) == ["gMLP-s2"] and re.fullmatch(r"train.log ends at update \d\d of 40", found["gMLP-s2"])
+
+
 def test_nothing_done_yet(out):
     shutil.rmtree(out / "runs")
     found = tables(out)

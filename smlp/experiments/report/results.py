@@ -204,7 +204,9 @@ def read_results(folder: Path) -> Results:
         raise UserError(f"{path} is not an experiment: {error}") from None
     notes: list[str] = []
     subset = (settings.get("evaluation_subsets") or ["valid"])[0]
-    runs = tuple(_run(folder, model, seed, subset) for model in models for seed in settings["seeds"])
+    runs = tuple(
+        _run(folder, model, seed, subset, settings["updates"]) for model in models for seed in settings["seeds"]
+    )
     shapes = {
         "environment": json_files.ENVIRONMENT,
         "data": json_files.DATA,
@@ -246,7 +248,7 @@ def _diverged(scores: Mapping[str, Any] | None) -> Iterator[str]:
             yield f"it diverged: its loss on {subset} is {loss:.3g} nats per token, so no table has its perplexity"
 
 
-def _run(out: Path, model: Model, seed: int, subset: str) -> RunResult:
+def _run(out: Path, model: Model, seed: int, subset: str, updates: int) -> RunResult:
     folder = out / "runs" / f"{model.folder}-s{seed}"
     notes: list[str] = []
     record = read_json_or_note(folder / "run.json", notes, json_files.RUN) or {}
@@ -259,11 +261,15 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> RunResult:
     zeroshot = read_json_or_note(folder / "zeroshot.json", notes, json_files.ZEROSHOT)
     health = tuple(read_lines_and_note(folder / "router_health.jsonl", notes, json_files.HEALTH_LINE))
     environments = tuple(read_lines_and_note(folder / "environment.jsonl", notes))
+    curve = curve_of(log, model.name, subset)
     if state == DONE:
+        last = max([0, *(point.num_updates for point in (*curve.train, *curve.valid))])
         expected = ("train.log", "scores.json", "data_order.jsonl")
         notes += [f"{name} is missing" for name in expected if not (folder / name).is_file()]
         if log and timeline is None:
             notes.append("neither update_times.jsonl nor train.log says how long it trained")
+        elif log and last < updates:
+            notes.append(f"train.log ends at update {last:,} of {updates:,}")
     notes += _diverged(scores)
     return RunResult(
         model,
@@ -273,7 +279,7 @@ def _run(out: Path, model: Model, seed: int, subset: str) -> RunResult:
         record.get("message"),
         tuple(notes),
         record,
-        curve_of(log, model.name, subset),
+        curve,
         timeline,
         logged_seconds(log),
         lines,
