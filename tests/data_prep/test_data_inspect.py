@@ -222,7 +222,7 @@ def test_places_that_cannot_be_written_are_found_before_the_work(made, tmp_path,
     other.write_text("no picture and no JSON")
     both, corpus, manifest = tmp_path / "both", tmp_path / "corpus.jsonl", tmp_path / "manifest.json"
     corpus.write_text('{"text": "a"}\n{"text": "b"}\n')
-    manifest.write_text("{}")
+    manifest.write_text('{"step": "binarize", "smlp": "0.1.0"}')
     for arguments, words in [
         (["--json", corpus], f"--json {corpus}: a file of another kind exists"),
         (["--json", manifest], f"--json {manifest}: a file of another kind exists"),
