@@ -212,6 +212,8 @@ def test_a_failed_write_names_the_file_and_leaves_the_older_one(tmp_path) -> Non
         ("--json", "", True),
         ("--json", "[]", True),
         ("--json", '{"settings": {"ok": 1}, "tasks": {}}', True),
+        ("--json", '{"settings": {"ok": 1}, "editor": {}}', False),
+        ("--json", '{"files": ["a.ts"], "include": []}', False),
         ("--json", '{"name": "package", "version": "1.0"}', False),
         ("--json", '{"name": "q", "title": "an experiment"}', False),
         ("--json", '{"metadata": {"total_size": 1}, "weight_map": {}}', False),

@@ -90,8 +90,9 @@ def existing_file(path: str | Path) -> Path:
     Raises:
         UserError: it is missing, unreadable, a folder, a named pipe or a device.
     """
-    if isinstance(path, str | Path) and (Path(path) / "config.json").is_file():
-        raise UserError(of_transformers(path))
+    folder = Path(path) if isinstance(path, str | Path) else None
+    if folder and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        raise UserError(of_transformers(folder))
     return regular_file(path, "checkpoint")
 
 

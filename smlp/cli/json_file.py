@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -18,12 +19,15 @@ from smlp.files import write_whole
 _PIPES: dict[str, int] = {}
 #: bytes of a file that are looked at
 _LONGEST_BEGINNING = 1 << 24
-#: what reports begin with, and lines: the first key, and the second if the value of the first is no table or list
+#: standard output, which is a stream even where it goes to a file
+_STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+#: the first two keys of reports, and of lines
 _REPORTS = {
-    *(("checkpoint", "text"), ("checkpoint", "arch"), ("checkpoint", "model"), ("settings",), ("run", "state")),
+    *(("checkpoint", "text"), ("checkpoint", "arch"), ("checkpoint", "model"), ("run", "state")),
+    *(("settings", "tasks"), ("settings", "results")),
     *(("arch", "params"), ("arch", "device"), ("flops_per_token", "like"), ("ok", "checks"), ("path", "kind")),
     *(("model", "passed"), ("model", "settings"), ("model", "layers"), ("presets",), ("omega", "expansion")),
-    *(("first",), ("kind", "name"), ("sources",), ("files",)),
+    *(("first", "second"), ("kind", "name"), ("sources", "free_bytes"), ("files", "splits"), ("presets", "paper")),
     ("schemaVersion", "deviceProperties"),  # of torch.profiler
 }
 _LINES = {("prompt", "index"), ("index", "begins"), ("task", "id"), ("task", "doc_id")}
@@ -65,7 +69,7 @@ def json_lines(option: str, path: str) -> Iterator[Callable[[Any], None]]:
     Raises:
         UserError: as :func:`write_json`.
     """
-    if path == "-":
+    if path in _STDOUT:
         yield lambda row: print(_line(row), end="", flush=True)
         return
     check_output(option, path)
@@ -90,6 +94,8 @@ def check_output(option: str, path: str) -> None:
     Raises:
         UserError: it cannot, or the file holds something else; the message names the file.
     """
+    if path in _STDOUT:
+        return
     with _naming(option, path):
         if Path(path).is_dir():
             raise UserError(f"{option} {path} is a folder: name a file to write")
@@ -113,7 +119,12 @@ def check_output(option: str, path: str) -> None:
 
 def _is_known(text: str, known: set[tuple[str, ...]]) -> bool:
     begins = _BEGINNING.match(text)
-    return text.strip() in ("", "[]", "{}") or (begins is not None and tuple(filter(None, begins.groups())) in known)
+    keys = tuple(filter(None, begins.groups())) if begins else ()
+    if len(keys) == 1:  # a table or a list comes first
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(text)
+            keys = tuple(value[0] if isinstance(value, list) else value)[:2]
+    return text.strip() in ("", "[]", "{}") or keys in known
 
 
 def _check_known(text: str, known: set[tuple[str, ...]]) -> None:
@@ -163,7 +174,7 @@ def _is_same_file(one: Path, other: Path) -> bool:
 def remove_outputs(*paths: str | None) -> None:
     """Remove older results when the work begins, so that they cannot be taken for those of this command."""
     for path in map(Path, filter(None, paths)):
-        if path.is_file():
+        if path.is_file() and str(path) not in _STDOUT:
             try:
                 os.truncate(path, 0) if path.is_symlink() else path.unlink()
             except OSError as error:
@@ -186,7 +197,9 @@ def _plain(value: Any) -> Any:
 
 def _write(option: str, path: str, text: str) -> None:
     with _naming(option, path):
-        if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):  # streams cannot be replaced
+        if path in _STDOUT:
+            print(text, end="", flush=True)
+        elif os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):  # streams cannot be replaced
             Path(path).write_text(text, encoding="utf-8")
         else:
             write_whole(path, text.encode())

@@ -508,6 +508,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
     check_images(args, args.in_chans or 3)
     if args.opt_betas is not None and (len(args.opt_betas) < 2 or not all(0 <= beta < 1 for beta in args.opt_betas)):
         raise UserError(f"--opt-betas {listed(args.opt_betas)}: two betas or more from 0 to below 1 are needed")
+    if args.cutmix_minmax is not None and args.cutmix:
+        raise UserError("--cutmix and --cutmix-minmax are both given: leave one of the two out")
     if args.decay_milestones != sorted(set(args.decay_milestones)) or args.decay_milestones[0] < 1:
         raise UserError(f"--decay-milestones {listed(args.decay_milestones)}: epochs from 1 on, in order, are needed")
     groups = (
@@ -528,7 +530,6 @@ def _check_numbers(args: argparse.Namespace) -> None:
             args.mixup > 0 and (args.cutmix > 0 or args.cutmix_minmax is not None),
             ["mixup_switch_prob"],
         ),
-        ("--cutmix-minmax, which is given instead", args.cutmix_minmax is None, ["cutmix"]),
         ("--model-ema", args.model_ema, ["model_ema_decay", "model_ema_warmup"]),
         *_needs_amp(args),
     )

@@ -87,7 +87,7 @@ def leak_test(
         UserError: there is no position to test, one is outside the context, the rounding error of a type is unknown, or
             logits are not finite.
     """
-    if not isinstance(decoder, Decoder):
+    if getattr(getattr(decoder, "config", None), "is_bidirectional", True):  # also of a compiled one
         raise UserError(f"a leak test takes a decoder, such as load_pretrained(PATH).decoder, got {decoder!r:.80}")
     config = decoder.config
     for dtype in dtypes:

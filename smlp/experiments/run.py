@@ -14,7 +14,7 @@ from smlp.errors import UserError
 from smlp.experiments import slurm
 from smlp.experiments.data import check_subsets, data_of, describe, dictionary_size
 from smlp.experiments.folder import DONE, FAILED, WAITING, Folder
-from smlp.experiments.json_files import TUNED, read_json, write_json
+from smlp.experiments.json_files import write_json
 from smlp.experiments.local import Machine, is_trained, run_here, time_here
 from smlp.experiments.plan import (
     PlannedModel,
@@ -30,7 +30,7 @@ from smlp.experiments.processes import stopped_by
 from smlp.experiments.progress import Progress, reached
 from smlp.experiments.reading import settings_of
 from smlp.experiments.spec import Experiment
-from smlp.experiments.tuning import at_edge, choose
+from smlp.experiments.tuning import at_edge, best, choose
 from smlp.files import copy_whole, write_whole
 from smlp.launch.environment import environment, keep_difference
 
@@ -82,8 +82,9 @@ def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedM
     check_subsets(experiment, data)
     models = planned_models(experiment, data, dictionary_size(experiment, data))
     described = describe(data, experiment.evaluation.subsets)
-    chosen = read_json(folder.tuned, TUNED)["chosen"] if experiment.tuning and folder.tuned.is_file() else {}
-    for run in (*tuning_runs(experiment, models), *main_runs(experiment, models, chosen)):
+    grid = tuning_runs(experiment, models)
+    chosen = best(experiment, models, grid, folder)[0] if grid and not not_done(folder, grid) else {}
+    for run in (*grid, *main_runs(experiment, models, chosen)):
         folder.run(run.folder).check(run.made_with(experiment))  # before anything about the experiment is written
     folder.settle({**as_json(experiment, models), "data_sha256": described["splits"]["train"]["sha256"]})
     write_json(folder.data, described)

@@ -27,6 +27,26 @@ def at_edge(values: Sequence[Any], chosen: Mapping[str, Any]) -> list[str]:
 
 def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[PlannedRun], folder: Folder) -> dict:
     """Choose the value with the lowest validation loss for each model, and write ``tuned.json``."""
+    chosen, results = best(experiment, models, runs, folder)
+    tuning = experiment.tuning
+    write_json(
+        folder.tuned,
+        {
+            "option": "--" + tuning.option.replace("_", "-"),
+            "values": list(tuning.values),
+            "updates": tuning.updates,
+            "seed": tuning.seed,
+            "results": results,
+            "chosen": chosen,
+        },
+    )
+    return chosen
+
+
+def best(
+    experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[PlannedRun], folder: Folder
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the value with the lowest validation loss for each model, and the losses of all values."""
     tuning = experiment.tuning
     results: dict[str, dict[str, float | None]] = {model.name: {} for model in models}
     for run in runs:
@@ -46,15 +66,4 @@ def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequenc
         measured = {value: perplexity for value, perplexity in found.items() if perplexity is not None}
         if measured:
             chosen[name] = by_text[min(measured, key=measured.get)]
-    write_json(
-        folder.tuned,
-        {
-            "option": "--" + tuning.option.replace("_", "-"),
-            "values": list(tuning.values),
-            "updates": tuning.updates,
-            "seed": tuning.seed,
-            "results": results,
-            "chosen": chosen,
-        },
-    )
-    return chosen
+    return chosen, results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
@@ -93,7 +94,7 @@ class LanguageModel(nn.Module):
         for pair in pairs:
             if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
                 raise UserError(f"texts to score must be strings, or pairs of a context and a string, got {pair!r:.80}")
-        if not isinstance(batch_tokens, int) or batch_tokens < 1:
+        if not isinstance(batch_tokens, Integral) or batch_tokens < 1:
             raise UserError(f"batch_tokens must be a whole number of at least 1, got {batch_tokens!r}")
         drop_nothing(self.decoder)
         found = score_texts(self.decoder, self.encoding(newline, fill_prefix), pairs, batch_tokens)
@@ -201,7 +202,7 @@ class LanguageModel(nn.Module):
         Raises:
             UserError: a value is out of range, or options cannot be combined.
         """
-        require(isinstance(fill_prefix, bool), f"fill_prefix must be True or False, got {fill_prefix!r}")
+        require(fill_prefix in (True, False), f"fill_prefix must be True or False, got {fill_prefix!r}")
         if method is None:
             method = method_of(**settings)
         elif settings:

@@ -75,7 +75,8 @@ class MaskedLanguageModel(nn.Module):
         Raises:
             UserError: there is no text, or one is longer than the model's context.
         """
-        if isinstance(texts, str) or not len(texts):
+        texts = texts if isinstance(texts, str) else list(texts)
+        if isinstance(texts, str) or not texts:
             raise UserError(f"texts must be a list of texts, got {texts!r:.80}")
         rows = [torch.tensor(self.tokenize(text)) for text in texts]
         longest, most = max(map(len, rows)), self.encoder.config.max_tokens

@@ -129,9 +129,8 @@ class Stack(nn.Module):
     def _embedded(self, tokens_Bn: Tensor, context: ForwardContext) -> Tensor:
         """Return the input of the first block, (B, n, H); put the ids and the padding mask into the context."""
         if not isinstance(tokens_Bn, Tensor) or tokens_Bn.dtype not in (torch.int64, torch.int32):
-            raise UserError(
-                f"ids must be a tensor of int64 or int32, got {getattr(tokens_Bn, 'dtype', tokens_Bn)!s:.80}"
-            )
+            found = f"one of {tokens_Bn.dtype}" if isinstance(tokens_Bn, Tensor) else f"{tokens_Bn!r:.80}"
+            raise UserError(f"ids must be a tensor of int64 or int32, got {found}")
         if tokens_Bn.dim() != 2:
             raise UserError(f"ids must have the shape (batch, length), got {tuple(tokens_Bn.shape)}")
         start = context.start

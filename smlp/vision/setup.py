@@ -61,7 +61,9 @@ def check_used(args: Namespace, settings: Mapping[str, Any]) -> None:
     """
     given = {"opt_eps": args.opt_eps, "opt_betas": args.opt_betas, "momentum": args.momentum != MOMENTUM or None}
     for name, value in given.items():
-        if value is not None and not any(own.startswith(name.removeprefix("opt_").rstrip("s")) for own in settings):
+        if value is not None and not {name.removeprefix("opt_"), "beta1" if name == "opt_betas" else name} & {
+            *settings
+        }:
             raise UserError(f"--{name.replace('_', '-')} has no effect with --opt {args.opt}")
 
 
@@ -134,6 +136,8 @@ class Training:
         with said_by_timm(f"--opt {args.opt!r} and its options"):
             self.optimizer = create_optimizer_v2(self.model, **optimizer_kwargs(cfg=args))
         check_used(args, self.optimizer.defaults)
+        if getattr(self.optimizer, "is_second_order", False):
+            raise UserError(f"--opt {args.opt} needs second derivatives, which training does not compute")
         self.precision = precision_of(args, device)
         self.scaler = NativeScaler(device.type) if args.amp and args.amp_dtype == "float16" else None
         self.first_epoch = 0

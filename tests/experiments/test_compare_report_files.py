@@ -308,7 +308,12 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats, c
     assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 1
     assert "there has a report.md or report.json of something else" in capsys.readouterr().err
     assert mine.read_text() == "of the user"
-    mine.unlink()
+    (out / "there" / "report.json").write_text("half")
+    assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 1
+    shutil.rmtree(out / "there")
+    (out / "report").mkdir()  # of the experiment, with what a killed command left
+    (out / "report" / "report.json").write_text("half")
+    assert main(["compare", "report", str(out)]) == 0
     for _ in range(2):  # a report of ours is written again
         assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
     page = mine.read_text()

@@ -154,10 +154,11 @@ def test_bad_settings_are_named(make, words):
 
 def test_prompts_are_ids_in_any_form(model):
     wanted = list(smlp.generate(model, [2, 5], 3))
-    for prompt in (torch.tensor([2, 5]), np.array([2, 5]), (2, 5)):
+    for prompt in (torch.tensor([2, 5]), np.array([2, 5]), (2, 5), iter([2, 5]), list(torch.tensor([2, 5]))):
         assert list(smlp.generate(model, prompt, 3)) == wanted
+    assert list(smlp.generate(torch.compile(model, backend="eager"), [2, 5], 3)) == wanted
     size = model.config.vocab_size
-    for wrong in ("The", [2, size], [-1], [2.5], torch.ones(1, 2)):
+    for wrong in ("The", [2, size], [-1], [2.5], torch.ones(1, 2), None, 3):
         with pytest.raises(smlp.UserError, match=f"the prompt must be ids from 0 to {size - 1}, got "):
             smlp.generate(model, wrong, 3)
     with pytest.raises(smlp.UserError, match=r"ids are continued by a decoder, such as .*, got 'model.pt'"):

@@ -317,11 +317,12 @@ def test_values_that_timm_fails_with(digits, capsys):
     for words, said in (
         (["--opt", "nope"], "timm does not take --opt 'nope'"),
         (["--opt-betas", "1", "2"], "--opt-betas 1 2: two betas or more from 0 to below 1 are needed"),
+        (["--opt", "adahessian"], "--opt adahessian needs second derivatives, which training does not compute"),
         (["--opt-betas", "0.9"], "--opt-betas 0.9: two betas or more from 0 to below 1 are needed"),
         (["--opt", "sgd", "--opt-betas", "0.1", "0.2"], "--opt-betas has no effect with --opt sgd"),
         (["--opt", "sgd", "--opt-eps", "0.1"], "--opt-eps has no effect with --opt sgd"),
         (["--momentum", "0.2"], "--momentum has no effect with --opt adamw"),
-        (["--cutmix", "1", "--cutmix-minmax", "0.2", "0.8"], "--cutmix has no effect without --cutmix-minmax, which"),
+        (["--cutmix", "1", "--cutmix-minmax", "0.2", "0.8"], "--cutmix and --cutmix-minmax are both given"),
         (["--sched", "step", "--decay-epochs", "0"], "--decay-epochs must be above 0, got 0"),
         (["--decay-milestones", "5", "3"], "--decay-milestones 5 3: epochs from 1 on, in order, are needed"),
         (["--decay-rate", "0.5"], "--decay-rate has no effect without --sched step, multistep or poly"),

@@ -45,9 +45,9 @@ def write_report(results: Results, to: Path | None = None, baselines: Sequence[s
     """
     check_matplotlib()
     tables = all_tables(results, baselines)
-    to = results.folder / "report" if to is None else to
-    older = read_json(to / "report.json", {}) if (to / "report.json").is_file() else {}
-    if "data_order" not in older and any((to / name).exists() for name in ("report.md", "report.json")):
+    if to is None:
+        to = results.folder / "report"
+    elif any((to / name).exists() for name in ("report.md", "report.json")) and not _is_report(to / "report.json"):
         raise UserError(f"{to} has a report.md or report.json of something else: name another folder")
     try:
         (to / TABLES).mkdir(parents=True, exist_ok=True)
@@ -62,6 +62,14 @@ def write_report(results: Results, to: Path | None = None, baselines: Sequence[s
     page = to / "report.md"
     write_whole(page, document(results, tables, pictures).encode())
     return page
+
+
+def _is_report(path: Path) -> bool:
+    """Return whether a file is the ``report.json`` of an earlier report."""
+    try:
+        return "data_order" in read_json(path, {})
+    except (UserError, OSError):
+        return False
 
 
 def all_tables(results: Results, baselines: Sequence[str] = ()) -> dict[str, Table]:

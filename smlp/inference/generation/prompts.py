@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from operator import index
 
 import torch
 from torch import Tensor
@@ -106,11 +106,14 @@ def ready_prompts(
 
 
 def _ids(config: ModelConfig, prompt: Sequence[int], where: str) -> list[int]:
-    """Return the ids of a prompt as plain numbers; a tensor or an array of them is one, too."""
-    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(prompt, str) or not all(isinstance(one, Integral) and 0 <= one < config.vocab_size for one in prompt):
+    """Return the ids of a prompt as plain numbers, whatever kind of numbers they are and whatever holds them."""
+    try:
+        tokens = [index(one) for one in prompt]
+    except TypeError:
+        tokens = [-1]
+    if any(not 0 <= token < config.vocab_size for token in tokens):
         raise UserError(f"{where}the prompt must be ids from 0 to {config.vocab_size - 1}, got {prompt!r:.80}")
-    return [int(one) for one in prompt]
+    return tokens
 
 
 def _filled(config: ModelConfig, tokens: list[int], fill: int | None, where: str) -> list[int]:

@@ -31,7 +31,7 @@ def generate(
 
     Arguments and errors as in :func:`sampled_texts`; ``max_tokens`` ids are yielded.
     """
-    if not isinstance(decoder, Decoder):
+    if getattr(getattr(decoder, "config", None), "is_bidirectional", True):  # also of a compiled one
         raise UserError(f"ids are continued by a decoder, such as load_pretrained(PATH).decoder, got {decoder!r:.80}")
     limits = Limits(max_tokens, when_full=when_full)
     texts = sampled_texts(decoder, [prompt], limits, sampling, banned=banned, fill=fill)
