@@ -59,12 +59,14 @@ def check_used(args: Namespace, settings: Mapping[str, Any]) -> None:
     Raises:
         UserError: the optimizer has no such setting.
     """
-    given = {"opt_eps": args.opt_eps, "opt_betas": args.opt_betas, "momentum": args.momentum != MOMENTUM or None}
-    for name, value in given.items():
-        if value is not None and not {name.removeprefix("opt_"), "beta1" if name == "opt_betas" else name} & {
-            *settings
-        }:
-            raise UserError(f"--{name.replace('_', '-')} has no effect with --opt {args.opt}")
+    given = (
+        ("--opt-eps", args.opt_eps is not None, {"eps"}),
+        ("--opt-betas", args.opt_betas is not None, {"betas", "beta1"}),
+        ("--momentum", args.momentum != MOMENTUM, {"momentum"}),
+    )
+    for option, is_given, names in given:
+        if is_given and names.isdisjoint(settings):
+            raise UserError(f"{option} has no effect with --opt {args.opt}")
 
 
 def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
