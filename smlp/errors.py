@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import traceback
+from pathlib import Path
 
+#: environment variable with which an error that nobody foresaw ends in a traceback, for logs and tests
+TRACEBACK = "SMLP_TRACEBACK"
 #: begins each line of a message with several problems
 _LIST_ITEM = "\n  "
 
@@ -31,6 +35,15 @@ def out_of_memory(error: BaseException) -> str | None:
         return None
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     return "there is not enough memory for this" + (f": it asked for {asked[1]} at once" if asked else "")
+
+
+def unexpected(error: BaseException) -> str:
+    """Return the message for an error that nobody foresaw, with the last line of this package that it passed."""
+    package = Path(__file__).resolve().parent
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    ours = [at for at in frames if package in at[0].parents or package.parent / "data_prep" in at[0].parents]
+    place = f" in {ours[-1][0].relative_to(package.parent)}, line {ours[-1][1]}" if ours else ""
+    return f"unexpected {type(error).__name__}{place}: {error}"
 
 
 class NaNError(UserError, FloatingPointError):

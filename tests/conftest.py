@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import select
 import shutil
@@ -17,6 +18,7 @@ from running import HELPERS, REPOSITORY, TINY_LM, USER_DIR, Finished, run_python
 
 from smlp.launch.machine import let_torchvision_load
 
+os.environ["SMLP_TRACEBACK"] = "1"  # errors that nobody foresaw are seen as such
 PAGES = ("README", "CHANGELOG", "SECURITY")
 let_torchvision_load()  # before any test file imports timm or torchmetrics
 

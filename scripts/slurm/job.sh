@@ -39,6 +39,7 @@ run_ranks() {
     printf '%s\0' "${ARGUMENTS[@]}" >"$LOGS/arguments"
     rm -f "$LOGS/stopped"
     export PYTHONUNBUFFERED=1
+    export SMLP_TRACEBACK="${SMLP_TRACEBACK-1}" # errors that nobody foresaw, whole in the log
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
     # Since Slurm 22.05, srun does not inherit it from the job.
     [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"

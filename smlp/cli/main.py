@@ -27,7 +27,7 @@ from typing import Any
 from smlp import __version__
 from smlp.cli.interrupts import interrupted_after_imports
 from smlp.config.plugins import fault
-from smlp.errors import ParallelError, UserError, one_line, out_of_memory
+from smlp.errors import TRACEBACK, ParallelError, UserError, one_line, out_of_memory, unexpected
 from smlp.launch.machine import let_waiting_threads_sleep
 from smlp.launch.stop_signals import EXIT_INTERRUPTED
 
@@ -79,13 +79,6 @@ def main(argv: list[str] | None = None) -> int:
         return status
     except (UserError, ParallelError) as error:
         return _failed(str(error))
-    except (MemoryError, RuntimeError) as error:
-        is_loop = str(error).startswith("Symlink loop")  # pathlib's error
-        reason = str(error) if is_loop else out_of_memory(error)
-        reason = reason or fault(error)
-        if reason is None:
-            raise
-        return _failed(reason)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -96,9 +89,11 @@ def main(argv: list[str] | None = None) -> int:
         name = str(error.filename or "input/output")
         return _failed(f"{name[:_SHOWN]}: {error.strerror or error}")
     except Exception as error:
-        if (reason := fault(error)) is None:
+        reason = str(error) if str(error).startswith("Symlink loop") else out_of_memory(error)  # the first is pathlib's
+        reason = reason or fault(error)
+        if reason is None and os.environ.get(TRACEBACK):
             raise
-        return _failed(reason)
+        return _failed(reason or f"{unexpected(error)} ({TRACEBACK}=1 shows where)")
 
 
 def _open_closed_streams() -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from smlp.errors import TRACEBACK
 from smlp.launch.local import end_with_parent, signals_to
 from smlp.launch.stop_signals import EXIT_INTERRUPTED, EXIT_STOPPED
 
@@ -137,7 +138,7 @@ def _start(chain: Chain, step: Step, slot: int) -> _Running:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **step.environment},
+            env={TRACEBACK: "1", **os.environ, **step.environment},
             process_group=0,  # Ctrl-C reaches it only once, through this process
             preexec_fn=end_with_parent(),
         )

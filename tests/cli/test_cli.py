@@ -46,6 +46,20 @@ def test_every_command_shows_an_example(name: str, capsys) -> None:
     assert "smlp" in shown.partition("xample")[2]
 
 
+def test_an_error_that_nobody_foresaw_is_one_sentence(monkeypatch, capsys) -> None:
+    def fail(path: str) -> None:
+        raise TypeError("no such unit")
+
+    monkeypatch.setattr("smlp.cli.user_dir.run", fail)
+    with pytest.raises(TypeError):
+        main.main(["user-dir"])
+    monkeypatch.delenv("SMLP_TRACEBACK")
+    assert main.main(["user-dir"]) == 1
+    reported = re.sub(r"line \d+", "line 1", capsys.readouterr().err)
+    place = "unexpected TypeError in smlp/cli/main.py, line 1"
+    assert reported == f"smlp: error: {place}: no such unit (SMLP_TRACEBACK=1 shows where)\n"
+
+
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
