@@ -199,7 +199,7 @@ def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int |
         raise _Passing(problem, lost=partial.discard())
     if status == 200:
         length = response.headers.get("Content-Length", "")
-        return (int(length) if length.isdigit() else None), False
+        return (int(length) if length.isdecimal() else None), False
     problem = f"the server answers {status} {response.reason}".rstrip()
     if status in _TRY_AGAIN:
         raise _Passing(problem, _seconds(response.headers.get("Retry-After", "")))
@@ -213,7 +213,7 @@ def _version_of(headers: Any) -> str:
 
 
 def _seconds(retry_after: str) -> float:
-    if retry_after.isdigit():
+    if retry_after.isdecimal():
         return float(retry_after)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())

@@ -114,7 +114,7 @@ def _dumpstatus(text: str, url: str, listing: Listing) -> list[RemoteFile]:
 
 def _numbers_apart(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts part 2 before part 10."""
-    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]
+    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", name)]
 
 
 _READERS = {"paths": _paths, "checksums": _checksums, "dumpstatus": _dumpstatus}
@@ -139,7 +139,7 @@ def months(text: str) -> list[tuple[str, str]]:
 def _filled(template: str, options: dict[str, str]) -> str:
     try:
         return template.format(**options)
-    except (KeyError, IndexError, ValueError) as error:
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"the address {template!r} has a placeholder without an option: {error}") from None
 
 

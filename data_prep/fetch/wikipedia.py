@@ -63,7 +63,9 @@ def articles(
                 yield from with_defect(_article(element, path, source, max_bytes, parse))
                 root.clear()  # discard finished pages, or memory would grow with the file
                 bounded.num_bytes = 0
-    except (DamagedFile, ElementTree.ParseError) as error:
+    except UserError:
+        raise
+    except (DamagedFile, ElementTree.ParseError, ValueError, LookupError) as error:  # or an encoding it does not have
         if in_page:
             yield Loss("cut off by damage", f"{path}: page {num_pages + 1}")
         yield Defect("damaged: it breaks off", f"{path}: after {num_pages:,} pages: {error}")

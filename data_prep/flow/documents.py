@@ -247,7 +247,7 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
     pyarrow, parquet = (from_extra(name, f"{part.path}: for .parquet") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         file = parquet.ParquetFile(part.path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         yield Defect("damaged: no parquet file", f"{part.path}: {' '.join(str(error).split())}")
         return
     with file:
@@ -265,7 +265,7 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
                     for row in batch.to_pylist():
                         yield document_of_row(in_json(row, reading), number, part, reading)
                         number += 1
-        except (pyarrow.ArrowException, OSError) as error:
+        except Exception as error:  # pyarrow's, and what the values raise: UnicodeDecodeError, OverflowError, pytz's
             yield Loss("cut off by damage", f"{part.path}:{number}", file.metadata.num_rows - number)
             yield Defect("damaged: it breaks off", f"{part.path}: {' '.join(str(error).split())}")
 

@@ -155,8 +155,8 @@ def as_json(value: Any, indent: int | None = None) -> bytes:
 
 
 #: what the entries of every manifest are
-_KINDS: dict[str, type] = {"settings": dict, "counts": dict, "splits": dict, "inputs": list, "outputs": list}
-_KIND_NAMES = {dict: "names with values", list: "a list"}
+_KINDS: dict[str, type] = {"settings": dict, "counts": dict, "inputs": list, "outputs": list, "defects": list}
+_KIND_NAMES = {dict: "names with values", list: "a list of names with values"}
 
 
 def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
@@ -169,17 +169,16 @@ def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
     try:
         manifest = json.loads(read_text(path))
         step = manifest["step"]
-        for name, kind in _KINDS.items():
-            if not isinstance(manifest.get(name, kind()), kind):
-                raise UserError(f"{path} is damaged: {name} must be {_KIND_NAMES[kind]}")
     except FileNotFoundError:
         raise UserError(f"{folder} has no {MANIFEST}: the step that writes it is not finished") from None
-    except UserError:
-        raise
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is not a manifest of smlp data") from None
     if made_by and step != made_by:
         raise UserError(f"{folder} was made by 'smlp data {step}', not by 'smlp data {made_by}'")
+    for name, kind in {**_KINDS, **({"splits": dict} if "splits" in manifest else {})}.items():
+        value = manifest.get(name)
+        if not isinstance(value, kind) or not all(isinstance(row, dict) for row in value if kind is list):
+            raise UserError(f"{path} is damaged: {name} must be {_KIND_NAMES[kind]}")
     return manifest
 
 

@@ -198,6 +198,6 @@ def tokenizer_setting(folder: Path) -> dict[str, Any]:
 
 def _share(text: str) -> tuple[int, int]:
     index, slash, number = text.partition("/")
-    if not (slash and index.isdigit() and number.isdigit() and int(index) < int(number)):
+    if not (slash and index.isdecimal() and number.isdecimal() and int(index) < int(number)):
         raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 0 to N - 1")
     return int(index), int(number)

@@ -173,7 +173,7 @@ def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
     Their inputs may be gone, and later steps read everything in the folder.
     """
     for path in records:
-        outputs = (read_json(path) or {"outputs": []})["outputs"]  # no outputs if another share was faster
+        outputs = (read_json(path) or {}).get("outputs", [])  # none if another share was faster
         for output, place in zip(outputs, output_paths(out, outputs, path), strict=True):
             if output["name"] not in current:
                 place.unlink(missing_ok=True)
@@ -241,11 +241,14 @@ def _stored(out: Path, state: Path, part: FilePart, key: str, temporary: bool = 
     if row is None:
         return None
     facts = part.path.stat()
-    identity = {name: value for name, value in row["input"].items() if name != "sha256"}
-    same = row["depends"] == key and identity == _identity(part) and row["mtime_ns"] == facts.st_mtime_ns
-    outputs = row["outputs"] if not (temporary and (out / MANIFEST).is_file()) else []
-    for output, path in zip(outputs, output_paths(out, outputs, record), strict=True):
-        same = same and path.is_file() and path.stat().st_size == output["bytes"]
+    try:
+        identity = {name: value for name, value in row["input"].items() if name != "sha256"}
+        same = row["depends"] == key and identity == _identity(part) and row["mtime_ns"] == facts.st_mtime_ns
+        outputs = row["outputs"] if not (temporary and (out / MANIFEST).is_file()) else []
+        for output, path in zip(outputs, output_paths(out, outputs, record), strict=True):
+            same = same and path.is_file() and path.stat().st_size == output["bytes"]
+    except (KeyError, TypeError, AttributeError):  # damaged
+        return None
     return row if same else None
 
 

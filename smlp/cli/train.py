@@ -145,7 +145,7 @@ def default_arguments(given: list[str]) -> list[str]:
         tokens = str(preset(arch).max_tokens)
         added += ["--tokens-per-sample", tokens]
     if not has_option(given, "--batch-size", "--max-sentences", "--max-tokens"):
-        if tokens is not None and tokens.isdigit() and int(tokens) > 0:
+        if tokens is not None and tokens.isdecimal() and int(tokens) > 0:
             added += ["--batch-size", str(max(1, TOKENS_PER_BATCH // int(tokens)))]
         else:
             added += ["--max-tokens", str(TOKENS_PER_BATCH)]

@@ -37,7 +37,7 @@ class NamedImages(ImageDataset):
             file, target = self.reader[index]
             with file, Image.open(file) as opened:
                 image = opened.convert(self.input_img_mode)
-        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises SyntaxError for broken PNG files
+        except Exception as error:  # Pillow's SyntaxError, struct.error, DecompressionBombError, ...
             raise UserError(f"{path} cannot be opened as an image ({error}): remove or replace it") from None
         with said_by_timm(f"--aa and the other options of augmentation, on {path}"):
             return self.transform(image), target

@@ -218,6 +218,13 @@ def test_parquet(tmp_path):
         Loss("no text in field 'body'", f"{path}:0", 3),
         Defect("3 documents no text in field 'body'", str(path)),
     ]
+    too_late = pyarrow.array([0, 1 << 60, 0], pyarrow.timestamp("us"))
+    parquet.write_table(pyarrow.table({"text": ["one", "two", "three"], "date": too_late}), path)
+    assert texts(documents_in(path, ReadSettings())) == [
+        Loss("cut off by damage", f"{path}:0", 3),
+        Defect("damaged: it breaks off", f"{path}: date value out of range"),
+        Defect("3 documents lost where it breaks off", str(path)),
+    ]
     path.write_bytes(b"no parquet")
     assert [piece.problem for piece in documents_in(path, ReadSettings())] == ["damaged: no parquet file"]
 
@@ -323,7 +330,7 @@ def test_what_is_done_is_not_done_again_and_what_changed_is(source, tmp_path):
     log.write_text("")
     assert run_upper(source, run, log=str(log)) == first and not log.read_text()
     (source / "b.txt").write_text("new and short")
-    (run.out / "a-00000.jsonl.gz").unlink()
+    next((run.out / STATE).glob("*/a-00000.json")).write_text('{"input": 1}')  # damaged
     changed = run_upper(source, run, log=str(log))
     assert log.read_text().split() == ["a-00000", "b"]
     assert changed["counts"]["documents_in"] == 81
@@ -471,6 +478,8 @@ def test_no_manifest(tmp_path):
     write_bytes(tmp_path / "manifest.json", b'{"step": "clean"}')
     with pytest.raises(UserError, match="made by 'smlp data clean', not by 'smlp data dedup'"):
         read_manifest(tmp_path, "dedup")
+    with pytest.raises(UserError, match="settings must be names with values"):
+        read_manifest(tmp_path, "clean")
 
 
 def test_outputs_that_are_only_needed_until_the_step_is_finished(source, tmp_path):
@@ -620,13 +629,14 @@ def test_records_cannot_name_files_elsewhere(tmp_path):
     parts = plan_parts(find_files([tmp_path / "in"], [".txt"]))
     run_parts(StepRun(out, quiet=True), "upper", parts, upper)
     (record,) = (out / ".state" / "upper").glob("*.json")
+    whole = write_manifest(out, "upper", {}, [], [])
     for name in ("../mine.txt", str(mine), "x/../../mine.txt"):
         row = {**json.loads(record.read_text()), "outputs": [{"name": name, "bytes": 18}]}
         (record.parent / "gone.json").write_text(json.dumps(row))
         with pytest.raises(UserError, match=r"gone\.json names the file .*mine.txt', which would lie outside"):
             run_parts(StepRun(out, quiet=True), "upper", parts, upper)
         assert mine.read_text() == "something of value"
-        (out / "manifest.json").write_text(json.dumps({"step": "upper", "outputs": row["outputs"]}))
+        (out / "manifest.json").write_text(json.dumps({**whole, "outputs": row["outputs"]}))
         with pytest.raises(UserError, match="would lie outside its folder"):
             is_whole(out)
 

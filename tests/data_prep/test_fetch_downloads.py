@@ -189,6 +189,9 @@ def test_a_wrong_checksum_is_tried_again_and_then_named(server, tmp_path):
 def test_503_passes_and_is_waited_for(server, tmp_path):
     server.faults["a.bin"] = first(2, status(503, Retry_After="0"))
     assert get(server, tmp_path) == CONTENT
+    server.faults["a.bin"] = first(1, status(503, Retry_After="\xb2"))
+    (tmp_path / "a.bin").unlink()
+    assert get(server, tmp_path) == CONTENT
     start = time.monotonic()
     server.faults["a.bin"] = first(1, status(429, Retry_After="1"))
     (tmp_path / "a.bin").unlink()

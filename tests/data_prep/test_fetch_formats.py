@@ -84,6 +84,13 @@ def test_pages_that_stall_or_crash_the_parser_are_dropped_and_named(tmp_path):
     assert [piece for piece in pieces if isinstance(piece, Defect)] == [Defect(problem, f"{path}: page 2")]
 
 
+def test_an_encoding_that_the_parser_lacks(tmp_path):
+    path = tmp_path / "a.xml"
+    path.write_text('<?xml version="1.0" encoding="shift_jis"?>' + HEAD + page(1, "A", "one") + "</mediawiki>")
+    (defect,) = wikipedia.articles(path, "wiki", 5000)
+    assert (defect.problem, "encoding" in defect.where) == ("damaged: it breaks off", True)
+
+
 def test_a_dump_of_several_streams(tmp_path):
     pages = [
         page(1, "Ada", WIKITEXT),

@@ -84,9 +84,15 @@ def test_labels_of_validation_are_those_of_training(digits):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_images_that_do_not_open(digits, capsys, workers):
+@pytest.mark.parametrize("error", [None, ZeroDivisionError, Image.DecompressionBombError])
+def test_images_that_do_not_open(digits, capsys, monkeypatch, workers, error):
     broken = digits / "validation" / "7" / "broken.png"
     broken.write_bytes(next((digits / "train" / "3").iterdir()).read_bytes()[:60])
+    if error:  # what Pillow's readers of rare formats raise
+        opened = Image.open
+        monkeypatch.setattr(
+            Image, "open", lambda file: (_ for _ in ()).throw(error()) if "broken" in file.name else opened(file)
+        )
     words = ("train", "--data-dir", digits, "--model", "smlp_mixer_tiny", *SMALL, "-j", workers)
     line = sentence(capsys, *words, "--output", digits.parent / "output")
     assert line.startswith(f"smlp: error: {broken} cannot be opened as an image (") and line.endswith(
