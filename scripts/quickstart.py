@@ -10,7 +10,6 @@ import argparse
 import hashlib
 import json
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -246,10 +245,15 @@ def settings_of(options: argparse.Namespace) -> dict:
 
 def check_settings(options: argparse.Namespace) -> None:
     """Refuse a run folder that was made with other settings: its parts would be mixed up with new ones."""
-    settings, data = settings_of(options), options.out / "data" / MANIFEST
-    is_fresh = not data.is_file() or not (options.out / "settings.json").is_file()
+    settings, data, text = settings_of(options), options.out / "data" / MANIFEST, options.out / "text"
+    is_new = not (options.out / "settings.json").is_file()
+    is_fresh = is_new or not data.is_file()
+    if (is_new and text.is_dir() and any(text.iterdir())) or any(
+        text in Path(name).parents for name in settings["text"]
+    ):
+        raise UserError(f"{text} has files of yours, and the text of the run would go there: name another --out")
     if is_fresh:
-        shutil.rmtree(options.out / "text", ignore_errors=True)  # of a try that came no further than its text
+        (text / MANIFEST).unlink(missing_ok=True)  # of a try that came no further than its text
     tools.settle(options.out, settings, is_fresh)
 
 

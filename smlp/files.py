@@ -16,7 +16,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -178,6 +178,16 @@ def existing(place: Path) -> Path:
     while not place.exists() and place != place.parent:
         place = place.parent
     return place
+
+
+def check_no_other(folder: Path, names: Iterable[str], option: str = "--out") -> None:
+    """Refuse a folder with files that a command would replace, but did not write.
+
+    Raises:
+        UserError: the message names the first one.
+    """
+    if held := next((name for name in names if not is_missing(folder / name)), None):
+        raise UserError(f"{option} {folder} has a {held} of something else: name another folder")
 
 
 def is_safetensors(path: str | Path) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
@@ -171,10 +172,14 @@ def _base_name(url: str) -> str:
 
 def _named(files: list[RemoteFile]) -> list[RemoteFile]:
     """Name files by the last part of the URL, numbered where two are the same."""
-    seen: dict[str, int] = {}
-    named = []
-    for file in files:
-        name = _base_name(file.url)
-        copy = seen[name] = seen.get(name, 0) + 1
-        named.append(replace(file, name=name if copy == 1 else f"{copy}-{name}"))
+    names = [_base_name(file.url) for file in files]
+    taken, copies, named = set(names), Counter[str](), []
+    for file, base in zip(files, names, strict=True):
+        copies[base] += 1
+        name = base if copies[base] == 1 else f"{copies[base]}-{base}"
+        while copies[base] > 1 and name in taken:
+            copies[base] += 1
+            name = f"{copies[base]}-{base}"
+        taken.add(name)
+        named.append(replace(file, name=name))
     return named

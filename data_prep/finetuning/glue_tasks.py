@@ -138,7 +138,9 @@ def read_rows(file: SplitFile, task: GlueTask, split: str) -> Rows:
             continue
         values = [fields[place].strip() for place in places] if is_whole else []
         problem = "" if is_whole else f"{len(fields)} columns instead of {len(names)}"
-        problem = problem or next(("an empty sentence" for value in values[: len(task.columns)] if not value), "")
+        problem = problem or next(
+            ("an empty sentence" for value in values[: len(task.columns)] if _is_blank(value)), ""
+        )
         if problem and task.leaves_out and not is_test:
             rows.left_out[f"rows of {split} left out: {problem}"] += 1
             continue
@@ -183,12 +185,17 @@ def _pair_id(fields: list[str], names: list[str]) -> tuple[str, str]:
     return fields[names.index("#1 ID")].strip(), fields[names.index("#2 ID")].strip()
 
 
+def _is_blank(text: str) -> bool:
+    """Return whether no character can be seen."""
+    return not any(sign.isprintable() and not sign.isspace() for sign in text)
+
+
 def _check_label(value: str, task: GlueTask, place: str) -> None:
     if task.labels:
         if value not in task.labels:
             raise UserError(f"{place}: the label is {value!r:.80}, not one of {', '.join(task.labels)}")
     elif task.labels is None:
-        if not value or value in (*SPECIAL_SYMBOLS, MASK):
+        if not value.isprintable() or _is_blank(value) or value in (*SPECIAL_SYMBOLS, MASK):
             raise UserError(f"{place}: {value!r} cannot be a label")
     else:
         low, high = task.score_range

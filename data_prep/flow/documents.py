@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -262,12 +263,27 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
                 size = max(file.metadata.row_group(group).total_byte_size, 1)
                 at_once = max(1, min(_ROWS_AT_ONCE, _PARQUET_BYTES // size))
                 for batch in file.iter_batches(batch_size=at_once, row_groups=[group]):
-                    for row in batch.to_pylist():
+                    for row in _rows(batch):
                         yield document_of_row(in_json(row, reading), number, part, reading)
                         number += 1
-        except Exception as error:  # pyarrow's, and what the values raise: UnicodeDecodeError, OverflowError, pytz's
+        except (pyarrow.ArrowException, OSError) as error:
             yield Loss("cut off by damage", f"{part.path}:{number}", file.metadata.num_rows - number)
             yield Defect("damaged: it breaks off", f"{part.path}: {' '.join(str(error).split())}")
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch of pyarrow; None stands for a value that Python cannot have."""
+    try:
+        rows = batch.to_pylist()
+    except Exception:  # OverflowError for a date, UnicodeDecodeError, UnknownTimeZoneError of pytz, ...
+        rows = None
+    yield from rows or ()
+    for number in range(batch.num_rows if rows is None else 0):
+        row: dict[str, Any] = dict.fromkeys(batch.schema.names)
+        for name in row:
+            with suppress(Exception):
+                row[name] = batch.column(name)[number].as_py()
+        yield row
 
 
 def in_json(row: dict[str, Any], reading: ReadSettings) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -189,13 +190,18 @@ def _key(depends: Any) -> str:
     return hashlib.sha256(repr(depends).encode()).hexdigest()
 
 
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 @contextmanager
 def _lock(run: StepRun) -> Iterator[None]:
     """Lock the folder for one command, or for several shares of it, each of them once."""
     index, number = run.share
     state = run.out / STATE
     state.mkdir(parents=True, exist_ok=True)
-    with open(state / LOCK, "w") as whole, open(state / f"share-{index}-of-{number}.lock", "w") as share:
+    own = state / f"share-{index}-of-{number}.lock"
+    with open(state / LOCK, "a", opener=_no_link) as whole, open(own, "a", opener=_no_link) as share:
         try:
             fcntl.flock(whole, (fcntl.LOCK_SH if number > 1 else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             fcntl.flock(share, fcntl.LOCK_EX | fcntl.LOCK_NB)

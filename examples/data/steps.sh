@@ -13,7 +13,7 @@
 # the command "smlp"; PRICE sets the estimate's price of a core hour (default 0.04).
 set -euo pipefail
 
-HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+HERE="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 SMLP="${SMLP:-smlp}"
 out="" dry_run="" tasks="" workers="$(getconf _NPROCESSORS_ONLN)"
 given=() sbatch_options=()

@@ -7,7 +7,7 @@
 # torch and what belongs to it (Triton, torchvision, torchaudio, CUDA's libraries) are constraints, so that pip either
 # keeps them or fails; afterwards torch must be the same as before.
 set -euo pipefail
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+ROOT="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 PYTHON="${PYTHON:-python}"
 EXTRAS="${1:-}"
 [ $# -eq 0 ] || shift

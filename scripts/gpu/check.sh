@@ -6,6 +6,6 @@
 #
 # In steps that are resumable; scripts/gpu/steps.py says more. PYTHON chooses the interpreter (default: .venv's, or python3).
 set -euo pipefail
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+ROOT="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 [ -x "$ROOT/.venv/bin/python" ] && DEFAULT="$ROOT/.venv/bin/python" || DEFAULT=python3
 exec "${PYTHON:-$DEFAULT}" "$ROOT/scripts/gpu/steps.py" check "$@"

@@ -16,7 +16,7 @@
 #
 # Command files keep the tokens of an update on any number of GPUs that divides its batches (examples/recipe.sh).
 set -uo pipefail
-SMLP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+SMLP_ROOT="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 export SMLP_ROOT
 source "$SMLP_ROOT/scripts/slurm/common.sh"
 
@@ -124,8 +124,8 @@ plan_sweep() {
         plan="$(rank_table)" || exit 1
         tail -n 2 <<<"$plan"
     done
-    copy="$LOGS/sweep-$(date +%Y%m%d-%H%M%S).txt" # waiting tasks must not see later changes of the list
-    [ -n "$DRY_RUN" ] || cp "$SWEEP" "$copy" || exit 1
+    copy="$LOGS/sweep-$(date +%Y%m%d-%H%M%S)-XXXX.txt" # waiting tasks must not see later changes of the list
+    [ -n "$DRY_RUN" ] || { copy="$(mktemp "$copy")" && cp "$SWEEP" "$copy"; } || exit 1
     has_sbatch_option --array || SBATCH_OPTIONS+=("--array=1-${#RUN_NAMES[@]}")
     SBATCH_OPTIONS+=("--output=$LOGS/%A_%a.out")
     JOB_COMMAND=("$SMLP_ROOT/scripts/slurm/sweep.sbatch" "$copy" "${WORDS[@]}" "${options[@]}")

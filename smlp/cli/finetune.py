@@ -36,6 +36,7 @@ _OWN = (
     *("--warmup-updates", "--save-dir", "--restore-file", "--finetune-from-model", "--arch", "--task", "--criterion"),
     *("--optimizer", "--lr-scheduler", "--dropout", "--attention-dropout", "--weight-decay"),
     *("--log-file", "--log-format", "--valid-subset", "--max-positions", "--cpu", "--disable-validation"),
+    *("--update-freq", "--max-tokens", "--required-batch-size-multiple"),
 )
 
 

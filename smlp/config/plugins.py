@@ -26,11 +26,18 @@ def named_files(value: str) -> list[Path]:
     for word in value.split(os.pathsep):
         if not word:
             continue
-        path = Path(word).expanduser()
+        path = _path_of(word)
         if not path.is_file():
             raise UserError(f"{VARIABLE} names {word}, which is not a file")
         files[path.resolve()] = None
     return list(files)
+
+
+def _path_of(word: str) -> Path:
+    try:
+        return Path(word).expanduser()
+    except RuntimeError:  # there is no such user
+        return Path(word)
 
 
 def import_file(path: Path) -> None:
@@ -65,7 +72,7 @@ def fault(error: BaseException) -> str | None:
     if not isinstance(error, Exception):
         return None
     words = os.environ.get(VARIABLE, "").split(os.pathsep)
-    where = _place(error, [Path(word).expanduser().resolve() for word in words if word])
+    where = _place(error, [_path_of(word).resolve() for word in words if word])
     return where and f"{VARIABLE}: {where} failed: {type(error).__name__}: {error}"
 
 

@@ -104,11 +104,13 @@ def _check_same_text(text: TextSource, folder: Folder) -> None:
     """Refuse a folder whose data were made from something else."""
     record = folder.path / "text.json"
     wanted = {"source": text.source, "files": [str(path) for path in text.files], "vocab_size": text.vocab_size}
+    if all(path.is_file() for path in text.files):
+        wanted["sha256"] = [hashlib.sha256(path.read_bytes()).hexdigest() for path in text.files]
     if not record.is_file():
         write_json(record, wanted)
     found = read_json(record)
     for name, value in wanted.items():
-        if found[name] != value:
+        if found.get(name, value) != value:
             raise UserError(
                 f"the data in {folder.path} were made with text.{name} = {found[name]}, not {value}: give another --out"
             )

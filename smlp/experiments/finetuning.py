@@ -24,7 +24,7 @@ from smlp.config import ModelConfig, flatten
 from smlp.config.presets import FROM_TASK, preset
 from smlp.errors import UserError
 from smlp.evaluation.curves import log_records
-from smlp.experiments.folder import DONE, FAILED, Folder, RunFolder
+from smlp.experiments.folder import DONE, FAILED, Folder, RunFolder, check_made_with
 from smlp.experiments.json_files import Count, Each, Maybe, read_json
 from smlp.experiments.local import TRAIN, Machine, TrainingChain
 from smlp.experiments.plan import VALID_BATCHES
@@ -32,6 +32,7 @@ from smlp.experiments.processes import run_chains
 from smlp.experiments.progress import Progress
 from smlp.experiments.spec import option_words
 from smlp.fairseq_compat.loading import check_dictionary_of, exported
+from smlp.files import check_no_other
 from smlp.launch.local import this_program
 from smlp.text.tokenizer import Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY
@@ -54,6 +55,10 @@ _SPLIT = {
 #: dropout is chosen here, whatever the encoder was trained with
 _NOT_OF_ENCODER = (*FROM_TASK, "dropout", "attention_dropout")
 _LOG_INTERVAL = 50
+
+
+#: what the folder of the runs gets
+RESULTS, PAGE = "results.json", "results.md"
 
 
 @dataclass(frozen=True)
@@ -314,6 +319,21 @@ class _FinetuningChain(TrainingChain):
         self.progress.say(f"{self.run.name}: done in {self.seconds():.0f} s, {said}")
 
 
+def _check_results(plan: Finetuning, folder: Folder) -> None:
+    """Refuse a folder with results that were made with something else.
+
+    Raises:
+        UserError: the message names what differs.
+    """
+    if not (folder.path / RESULTS).is_file():
+        return check_no_other(folder.path, (RESULTS, PAGE))
+    shape = {"made_with": {"lr": float, "batch_size": int, "seed": int}}
+    made_with = read_json(folder.path / RESULTS, shape)["made_with"]
+    size = made_with["batch_size"]
+    run = FinetuningRun(made_with["lr"], size, made_with["seed"], plan.updates_of(size))
+    check_made_with(folder.path, made_with, plan.made_with(run))
+
+
 def run_finetuning(
     plan: Finetuning, folder: Folder, jobs: int, threads: int | None
 ) -> tuple[signal.Signals | None, list[str]]:
@@ -332,6 +352,7 @@ def run_finetuning(
         UserError: the folder has results that were made with something else.
     """
     runs = plan.runs()
+    _check_results(plan, folder)
     for run in runs:
         folder.run(run.folder).claim(json.loads(json.dumps(plan.made_with(run))))
     left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]

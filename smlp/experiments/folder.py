@@ -12,7 +12,7 @@ from typing import Any
 
 from smlp.config import plugins
 from smlp.errors import UserError
-from smlp.experiments.json_files import EXPERIMENT, RUN, read_json, write_json
+from smlp.experiments.json_files import DATA, EXPERIMENT, RUN, read_json, write_json
 from smlp.files import is_locked, locked
 
 #: states of a run
@@ -67,6 +67,17 @@ class Folder:
                 _check_same(self.path, name, older.get(name), planned.get(name))
         write_json(self.experiment, planned)
 
+    def check_data(self, described: dict[str, Any]) -> None:
+        """Refuse other held-out text than that of ``data.json``, on which runs may have been scored.
+
+        Raises:
+            UserError: the message names the split.
+        """
+        older = read_json(self.data, DATA)["splits"] if self.data.is_file() else {}
+        for name, split in described["splits"].items():
+            if older.get(name) and "sha256" in older[name]:
+                _check_same(self.path, f"the sha256 of {name}", older[name]["sha256"], split["sha256"])
+
 
 class RunFolder:
     """The files of one run; its folder is fairseq's save-dir as well."""
@@ -114,10 +125,9 @@ class RunFolder:
         Raises:
             UserError: the message names the first setting that differs.
         """
-        before, after = self.state().get("made_with"), _plain(made_with)
-        if before not in (None, after) and (self.state().get("trained") or self.last_checkpoint().is_file()):
-            key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
-            _check_same(self.path, key, before.get(key), after.get(key))
+        before = self.state().get("made_with")
+        if before is not None and (self.state().get("trained") or self.last_checkpoint().is_file()):
+            check_made_with(self.path, before, made_with)
 
     def claim(self, made_with: dict[str, Any]) -> None:
         """Write down what the run is made with, before it begins.
@@ -139,6 +149,16 @@ class RunFolder:
             if keep_last and path.name.startswith("checkpoint_last"):
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def check_made_with(folder: Path, before: dict[str, Any], made_with: dict[str, Any]) -> None:
+    """Refuse to go on in a folder with what was made with something else.
+
+    Raises:
+        UserError: the message names the first setting that differs.
+    """
+    for key in {**before, **made_with}:
+        _check_same(folder, key, before.get(key), made_with.get(key))
 
 
 def _check_same(folder: Path, name: str, before: Any, after: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smlp.experiments.finetuning import METRICS, Finetuning, scores_of
+from smlp.experiments.finetuning import METRICS, PAGE, RESULTS, Finetuning, scores_of
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.json_files import write_json
 from smlp.experiments.report.paper import DEVLIN_IN_TABLE_6, GMLP_TABLE_4, GMLP_TABLE_6
@@ -157,6 +157,6 @@ def _shown(median: dict[str, float]) -> str:
 def write_results(plan: Finetuning, folder: Folder) -> dict[str, Any]:
     """Write ``results.json`` and ``results.md``; return what the first holds."""
     results = results_of(plan, folder)
-    write_json(folder.path / "results.json", results)
-    write_whole(folder.path / "results.md", page(results).encode())
+    write_json(folder.path / RESULTS, results)
+    write_whole(folder.path / PAGE, page(results).encode())
     return results

@@ -16,7 +16,7 @@ from smlp.costs.match import FAMILIES, like, match
 from smlp.errors import UserError
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.reading import check_names
-from smlp.experiments.spec import MASKED, Experiment, ModelEntry, option_words
+from smlp.experiments.spec import MASKED, Experiment, ModelEntry, grid_folder, option_words
 
 #: batch size in validation relative to training
 VALID_BATCHES = 4
@@ -250,7 +250,7 @@ def tuning_runs(experiment: Experiment, models: list[PlannedModel]) -> list[Plan
         return []
     return [
         PlannedRun(
-            model, tuning.seed, tuning.updates, f"tune/{model.folder}-{value}", {tuning.option: value}, tuning=True
+            model, tuning.seed, tuning.updates, grid_folder(model.folder, value), {tuning.option: value}, tuning=True
         )
         for value in tuning.values
         for model in models

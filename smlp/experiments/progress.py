@@ -17,7 +17,7 @@ from smlp.experiments import slurm
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder
 from smlp.experiments.json_files import EXPERIMENT, read_json
 from smlp.experiments.reading import read_experiment
-from smlp.experiments.spec import Experiment
+from smlp.experiments.spec import Experiment, grid_folder
 
 _TAIL_BYTES = 1 << 16
 _SECONDS_BETWEEN = 1.0
@@ -169,7 +169,7 @@ def _runs(folder: Folder, experiment: Experiment) -> list[tuple[str, int]]:
     tuning, settled = experiment.tuning, read_json(folder.experiment, EXPERIMENT)
     models = settled["models"]
     values = tuning.values if tuning else ()
-    grid = [(f"tune/{model['folder']}-{value}", tuning.updates) for value in values for model in models]
+    grid = [(grid_folder(model["folder"], value), tuning.updates) for value in values for model in models]
     runs = [(f"runs/{model['folder']}-s{seed}", settled["updates"]) for seed in settled["seeds"] for model in models]
     return [*grid, *runs]
 

@@ -21,6 +21,7 @@ from smlp.experiments.spec import (
     Resources,
     TextSource,
     Tuning,
+    grid_folder,
     name_of,
 )
 from smlp.experiments.yaml_file import Section, read_yaml, shown
@@ -36,7 +37,7 @@ RESERVED = {
     "validate_interval_updates": "evaluate.validations", "save_interval_updates": "evaluate.validations",
     "validate_interval": "evaluate.validations", "save_interval": "evaluate.validations", "cpu": "run.device",
     "data_order_file": "nothing", "update_times_file": "nothing", "environment_file": "nothing",
-    "router_health_file": "nothing",
+    "router_health_file": "nothing", "checkpoint_suffix": "nothing", "validate_after_updates": "nothing",
     "user_dir": "nothing", "nproc": "run.ranks",
     "train_subset": "data", "no_save": "nothing", "restore_file": "nothing", "distributed_world_size": "run.ranks",
     "no_epoch_checkpoints": "nothing", "keep_interval_updates": "nothing", "max_sentences": "batch_size",
@@ -344,7 +345,11 @@ def _tuning(section: Section, tokens_per_update: int) -> Tuning:
         raise section.error(option, "is set by smlp compare and cannot be tuned")
     if isinstance(values, list):
         values = [_as_number(value) for value in values]
-    if not isinstance(values, list) or len(values) < 2 or len(set(map(str, values))) < len(values):
+    if (
+        not isinstance(values, list)
+        or len(values) < 2
+        or len({grid_folder("", value) for value in values}) < len(values)
+    ):
         raise section.error(option, f"needs at least two different values in a list, got {shown(values)}")
     return Tuning(option, tuple(values), updates, seed)
 

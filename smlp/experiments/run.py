@@ -82,6 +82,7 @@ def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedM
     check_subsets(experiment, data)
     models = planned_models(experiment, data, dictionary_size(experiment, data))
     described = describe(data, experiment.evaluation.subsets)
+    folder.check_data(described)
     grid = tuning_runs(experiment, models)
     chosen = best(experiment, models, grid, folder)[0] if grid and not not_done(folder, grid) else {}
     for run in (*grid, *main_runs(experiment, models, chosen)):

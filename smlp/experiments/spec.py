@@ -36,6 +36,11 @@ class ModelEntry:
         return re.sub(r"[^A-Za-z0-9.-]+", "_", self.name).strip("._-") or "model"
 
 
+def grid_folder(model_folder: str, value: Any) -> str:
+    """Return the folder of a run of the grid, relative to the experiment's."""
+    return f"tune/{model_folder}-{str(value).replace('/', '_')}"
+
+
 @dataclass(frozen=True)
 class Matching:
     """Families for which to find settings that cost the same (``smlp match``)."""

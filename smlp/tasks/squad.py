@@ -61,9 +61,15 @@ class SquadConfig(FairseqDataclass):
 
 
 def _check_predictions_file(path: str) -> None:
-    """Raise ``UserError`` if answers cannot be written, or the file holds something other than JSON."""
+    """Raise ``UserError`` if answers cannot be written, or the file holds something other than answers."""
     check_writable(path, "--predictions-file")
-    if Path(path).is_file() and Path(path).read_bytes()[:1] not in (b"", b"{"):
+    if not Path(path).is_file():
+        return
+    try:
+        older = json.loads(Path(path).read_bytes() or b"{}")
+    except (ValueError, RecursionError):
+        older = None
+    if not isinstance(older, dict) or not all(isinstance(answer, str) for answer in older.values()):
         raise UserError(f"--predictions-file {path}: a file of another kind exists already: name another one")
 
 

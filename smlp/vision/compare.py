@@ -13,6 +13,7 @@ A comparison is a YAML file:
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import math
 import os
@@ -42,7 +43,7 @@ from smlp.experiments.report.table import (
     mean_cell,
 )
 from smlp.experiments.yaml_file import Section, read_yaml, shown
-from smlp.files import read_text, write_whole
+from smlp.files import check_no_other, read_text, write_whole
 from smlp.launch.local import this_program
 from smlp.launch.machine import num_cores
 from smlp.vision.checkpoints import create_model
@@ -220,6 +221,7 @@ def train_all(
     jobs: int,
     dry_run: bool = False,
     started: Callable[[], None] | None = None,
+    reports: Iterable[str] = (),
 ) -> int:
     """Train what is left of a comparison, each run in a process of its own.
 
@@ -230,6 +232,7 @@ def train_all(
         jobs: trainings at a time.
         dry_run: print costs and commands instead.
         started: called before the first run, once ``out`` is known to be of this comparison.
+        reports: further files that the caller writes to ``out``.
 
     Returns:
         The exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal, 130 by SIGINT.
@@ -256,6 +259,8 @@ def train_all(
     if not Path(comparison.data).is_dir():
         raise UserError(f"there is no folder {comparison.data} with images: smlp vision data makes one")
     failed: list[str] = []
+    if not (out / "comparison.json").is_file():
+        check_no_other(out, ("runs", "results.json", "results.md", "curves.png", *reports))
     with Folder(out).locked("comparison of image models"):
         _settle(comparison, out / "comparison.json")
         if started is not None:
@@ -279,15 +284,23 @@ def _settle(comparison: Comparison, path: Path) -> None:
         UserError: the folder holds runs of something else.
     """
     planned = {"data": comparison.data, "options": comparison.options, "models": comparison.models}
+    planned["images"] = _digest(Path(comparison.data))
     older = read_json(path, _RECORDED) if path.is_file() else planned
     models = {name: words for name, words in older["models"].items() if name in comparison.models}
     for name, before, after in (
-        *((name, older[name], planned[name]) for name in ("data", "options")),
+        *((name, older.get(name, planned[name]), planned[name]) for name in ("data", "options", "images")),
         *((f"models.{name}", words, comparison.models[name]) for name, words in models.items()),
     ):
         if before != after:
             raise UserError(f"{path.parent} was made with {name} = {before}, not {after}: give another --out")
     write_json(path, {**planned, "models": {**older["models"], **comparison.models}})
+
+
+def _digest(folder: Path) -> str:
+    """Return a checksum of the names and sizes of all files below a folder."""
+    paths = [Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names]
+    rows = sorted((str(path.relative_to(folder)), path.lstat().st_size) for path in paths)
+    return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
 def finished_runs(out: Path, names: Iterable[str], seeds: Iterable[int]) -> dict[str, dict[int, list[dict[str, str]]]]:

@@ -36,7 +36,11 @@ class NamedImages(ImageDataset):
         try:
             file, target = self.reader[index]
             with file, Image.open(file) as opened:
+                if opened.mode[0] in "IF":  # Pillow would clip its pixels to 0 to 255
+                    raise UserError(f"{path} has {opened.mode} pixels, not 8 bits: convert it, or leave it out")
                 image = opened.convert(self.input_img_mode)
+        except UserError:
+            raise
         except Exception as error:  # Pillow's SyntaxError, struct.error, DecompressionBombError, ...
             raise UserError(f"{path} cannot be opened as an image ({error}): remove or replace it") from None
         with said_by_timm(f"--aa and the other options of augmentation, on {path}"):
@@ -105,6 +109,11 @@ def open_split(data_dir: str, split: str, classes: list[str] | None, channels: i
     if strange or len(reader.class_to_idx) < 2:
         what = f"images without a class, such as {strange[0]}" if strange else "a single class"
         raise UserError(f"{folder} has {what}: the images of each class belong in a folder of its own")
+    astray = [
+        path for path, _ in reader.samples if Path(path).parent.parent != folder or Path(path).parent.name[0] == "."
+    ]
+    if astray:
+        raise UserError(f"{astray[0]}: images belong in {folder}/CLASS, not in folders below, nor in hidden ones")
     if classes is not None and (unknown := {one.name for one in folder.iterdir() if one.is_dir()} - set(classes)):
         raise UserError(_unknown(folder, sorted(unknown), classes))
     return NamedImages(str(folder), reader=reader, input_img_mode="RGB" if channels == 3 else "L")

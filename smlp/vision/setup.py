@@ -29,8 +29,11 @@ from smlp.vision.evaluate import precision_of
 from smlp.vision.image_options import MOMENTUM
 
 SUMMARY, LAST, _BEST = "summary.csv", "last.pth.tar", "model_best.pth.tar"
-#: options that a resumed optimizer has from its checkpoint
-_OF_THE_OPTIMIZER = ("opt", "opt_eps", "opt_betas", "momentum", "weight_decay", "layer_decay", "lr")
+#: options that a resumed model and optimizer have from their checkpoint
+_OF_THE_CHECKPOINT = (
+    *("model", "model_kwargs", "img_size", "in_chans"),
+    *("opt", "opt_eps", "opt_betas", "momentum", "weight_decay", "layer_decay", "lr"),
+)
 
 
 def run_folder(args: Namespace) -> Path:
@@ -70,7 +73,7 @@ def check_used(args: Namespace, settings: Mapping[str, Any]) -> None:
 
 
 def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
-    """Refuse to continue a run with other classes, or with options that its optimizer's state would overrule.
+    """Refuse to continue a run with other classes, another model, or options that its optimizer's state would overrule.
 
     Raises:
         UserError: the message names what differs.
@@ -84,13 +87,15 @@ def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
             f"--resume {args.resume} was trained on other classes ({was!r} where {args.data_dir} has {now!r}): start "
             "from its weights with --initial-checkpoint"
         )
-    for name in _OF_THE_OPTIMIZER:
+    if getattr(before, "model_ema", False) and not args.model_ema:
+        raise UserError(f"--resume {args.resume} has an average of its weights, which would be lost: give --model-ema")
+    for name in _OF_THE_CHECKPOINT:
         now = getattr(args, name)
         if (was := getattr(before, name, now)) != now:
             option = f"--{name.replace('_', '-')}"
             raise UserError(
-                f"--resume {args.resume} goes on with its optimizer, and {option} was {was}, not {now}: give {option} "
-                f"as it was, or start from the weights with --initial-checkpoint"
+                f"--resume {args.resume} goes on with its model and optimizer, and {option} was {was}, not {now}: "
+                f"give {option} as it was, or start from the weights with --initial-checkpoint"
             )
 
 

@@ -73,6 +73,7 @@ AXES = {
 #: connections may differ by this share from those of the file: S and C are whole numbers
 TOLERANCE = 0.05
 _RECORD = "sweep.json"
+_REPORTS = (_RECORD, "report.md", "report.json", "report.png")
 _RECORDED = {
     **{"title": str, "paper": str, "x": str, "similarity": Maybe(str), "series": Each([str]), "seeds": [int]},
     **{"data": str, "facts": Each(dict)},
@@ -182,7 +183,7 @@ def run_sweep(
     given = {name: getattr(sweep, name) for name in ("title", "paper", "x", "similarity", "series")}
     more = {"data": sweep.comparison.data, "seeds": sweep.comparison.seeds, "facts": facts}
     status = train_all(
-        sweep.comparison, counted, out, jobs, dry_run, lambda: write_json(out / _RECORD, {**given, **more})
+        sweep.comparison, counted, out, jobs, dry_run, lambda: write_json(out / _RECORD, {**given, **more}), _REPORTS
     )
     if not dry_run and any(finished_runs(out, facts, sweep.comparison.seeds).values()):
         write_report(out)

@@ -249,11 +249,12 @@ def test_what_a_block_returns_is_checked(plugged_in, monkeypatch, returned, word
             run(torch.full((2, 8), 5))
 
 
-def test_a_missing_file_is_named(monkeypatch, capsys):
-    monkeypatch.setenv(plugins.VARIABLE, "nowhere/router.py")
+@pytest.mark.parametrize("name", ["nowhere/router.py", "~nobody-of-this-name/router.py"])
+def test_a_missing_file_is_named(monkeypatch, capsys, name):
+    monkeypatch.setenv(plugins.VARIABLE, name)
     assert main.main(["flops", "--arch", "smlp_tiny"]) == 1
     error = capsys.readouterr().err
-    assert error == "smlp: error: SMLP_PLUGINS names nowhere/router.py, which is not a file\n"
+    assert error == f"smlp: error: SMLP_PLUGINS names {name}, which is not a file\n"
 
 
 def test_a_relative_path_counts_from_where_the_process_was(tmp_path, monkeypatch):

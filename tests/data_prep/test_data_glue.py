@@ -257,6 +257,9 @@ def test_own_files_name_their_columns(tokenizer, tmp_path, capsys):
     assert glue(*columns, "--out", tmp_path / "many") == 0
     printed = capsys.readouterr().out
     assert "29: 1, ..." in printed and "30: 1" not in printed
+    own(folder, "label\tb\ta", ["yes\twe\tthey", "no\rno\tit\tis"])
+    assert glue(*columns, "--out", tmp_path / "label") == 1
+    assert "line 3: 'no\\rno' cannot be a label" in capsys.readouterr().err
     own(folder, "label\tb\ta", ["-7.5\twe\tthey", "1e3\tit\tis"])
     assert glue(*columns, "--regression", "--out", tmp_path / "numbers") == 0
     assert (tmp_path / "numbers" / "label" / "valid.label").read_text() == "-7.5\n1e3\n"
@@ -289,6 +292,7 @@ BAD = {
     "fields": ("sentence\tlabel\nwe\t1\nwe\n", "{path}, line 3: 1 columns instead of 2"),
     "label": ("sentence\tlabel\nwe\t1\nit\t2\n", "{path}, line 3: the label is '2', not one of 0, 1"),
     "empty": ("sentence\tlabel\n \t1\n", "{path}, line 2: an empty sentence"),
+    "invisible": ("sentence\tlabel\nwe\t1\n\u200b\t1\n", "{path}, line 3: an empty sentence"),
     "no row": ("sentence\tlabel\n", "{path} has no row for train"),
     "nothing": ("", "text file {path} is empty: 0 bytes, no word"),
     "not UTF-8": (

@@ -151,6 +151,12 @@ def test_names_of_a_server_stay_in_the_folder(path, name):
     assert file.name == name
 
 
+def test_files_of_one_name_get_names_of_their_own():
+    urls = ("1/a.txt", "2/a.txt", "3/2-a.txt", "4/a.txt", "5/3-a.txt")
+    names = [file.name for file in _named([RemoteFile(f"https://example.org/{url}", "") for url in urls])]
+    assert names == ["a.txt", "4-a.txt", "2-a.txt", "5-a.txt", "3-a.txt"]
+
+
 @pytest.mark.parametrize("name", ["../b.gz", "/tmp/b.gz", "a/b.gz", "", "..", "a\0b", None])
 def test_a_kept_list_cannot_name_files_elsewhere(name):
     row = {**asdict(RemoteFile("https://example.org/b.gz", "b.gz")), "name": name}

@@ -137,6 +137,15 @@ def test_another_file_and_an_older_folder_are_refused(packed, tmp_path):
         images.fetch(name, tmp_path / "out", file)
 
 
+def test_a_folder_of_the_users_that_is_called_partial(tmp_path):
+    mine = tmp_path / "out.partial" / "train" / "photo.jpg"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    with pytest.raises(UserError, match=r"out\.partial exists and was not made by this command"):
+        images.fetch("digits", tmp_path / "out", limit=1, quiet=True)
+    assert mine.is_file() and not (tmp_path / "out").exists()
+
+
 def test_digits_need_no_package(tmp_path):
     from sklearn.datasets import load_digits
 

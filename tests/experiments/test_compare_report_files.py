@@ -306,10 +306,15 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats, c
     mine.parent.mkdir()
     mine.write_text("of the user")
     assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 1
-    assert "there has a report.md or report.json of something else" in capsys.readouterr().err
+    assert "there has a report.md of something else" in capsys.readouterr().err
     assert mine.read_text() == "of the user"
     (out / "there" / "report.json").write_text("half")
     assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 1
+    for name in ("report.md", "report.json"):
+        (out / "there" / name).unlink()
+    (out / "there" / "tables").mkdir()
+    assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 1
+    assert "there has a tables of something else" in capsys.readouterr().err
     shutil.rmtree(out / "there")
     (out / "report").mkdir()  # of the experiment, with what a killed command left
     (out / "report" / "report.json").write_text("half")

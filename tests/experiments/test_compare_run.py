@@ -170,6 +170,17 @@ def test_changed_settings_are_refused(experiment, tmp_path):
         assert [file.read_bytes() for file in recorded] == before
 
 
+def test_other_held_out_text_is_refused(experiment, tiny_data, tmp_path):
+    path, out, *_ = experiment
+    shutil.copytree(tiny_data, tmp_path / "bin")
+    for ending in ("bin", "idx"):
+        shutil.copy(tiny_data / f"test.{ending}", tmp_path / "bin" / f"valid.{ending}")
+    other = tmp_path / "other.yaml"
+    other.write_text(path.read_text().replace(str(tiny_data), str(tmp_path / "bin")))
+    done = run_python("-m", "smlp", "compare", "run", other, "--quick", "--out", out)
+    assert done.rc == 1 and "was made with the sha256 of valid = " in done.stderr
+
+
 def test_dry_run_says_what_is_left(experiment):
     _, out, *_ = experiment
     done = run_python("-m", "smlp", "compare", "run", out, "--dry-run")

@@ -6,7 +6,7 @@ import pytest
 
 from smlp.errors import UserError
 from smlp.experiments.reading import read_experiment
-from smlp.experiments.spec import option_words
+from smlp.experiments.spec import grid_folder, option_words
 from smlp.experiments.yaml_file import read_yaml
 
 FILE = """
@@ -65,6 +65,10 @@ def test_numbers_that_yaml_takes_for_text(tmp_path):
     found = read(tmp_path, FILE.replace("100k", "16.1k") + "tune: {lr: [1.0e-3, 2e-3], updates: 5}\n")
     assert found.updates == 15
     assert found.tuning.values == (0.001, 0.002)
+    found = read(tmp_path, FILE + 'tune: {plasma_path: ["x/../../../mine", y], updates: 5}\n')
+    assert [grid_folder("sMLP", value) for value in found.tuning.values] == ["tune/sMLP-x_.._.._.._mine", "tune/sMLP-y"]
+    with pytest.raises(UserError, match="needs at least two different values"):
+        read(tmp_path, FILE + "tune: {plasma_path: [a/b, a_b], updates: 5}\n")
     for bad in (".inf", ".nan"):
         with pytest.raises(UserError, match="tokens must be a whole number"):
             read(tmp_path, FILE.replace("100k", bad))

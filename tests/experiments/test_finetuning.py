@@ -149,6 +149,7 @@ def test_metrics_are_those_of_glue(asked, tmp_path, task, classes, metric, optio
         (["--train-options=--lr=3"], "--train-options --lr=3"),
         (["--train-options=--dropout=0.3"], "--train-options --dropout=0.3"),
         (["--train-options", "--optimizer sgd"], "--train-options --optimizer: smlp finetune sets this itself"),
+        (["--train-options", "--update-freq 4"], "--train-options --update-freq: smlp finetune sets this itself"),
         (["--train-options", "'"], "No closing quotation"),
         (["--train-options=--no-such-option"], "--no-such-option"),
     ],
@@ -257,6 +258,9 @@ def test_what_is_done_is_kept_and_what_failed_is_named_and_tried_again(trainer, 
     status, started = trainer({"1e-05": [80, 81, 82]}, "--dropout", "0.2")
     assert status == 1 and started == []
     assert "was made with dropout = 0.1, and the experiment now says 0.2" in capsys.readouterr().err
+    status, started = trainer({"1e-05": [80, 81, 82]}, "--dropout", "0.2", seeds=(7,))
+    assert status == 1 and started == [], "its results would stand beside those of other settings"
+    assert "out was made with dropout = 0.1, and the experiment now says 0.2" in capsys.readouterr().err
     with Folder(tmp_path / "out").locked():
         pid = subprocess.run([sys.executable, "-c", f"""
 from smlp.experiments.folder import Folder
@@ -279,6 +283,16 @@ def test_a_stopped_command_starts_nothing_more_and_resumes(trainer, tmp_path, ca
     status, started = trainer({"1e-05": [80, 81, 82, 83]}, seeds=(1, 2, 3, 4))
     assert status == 0 and len(started) == 4
     assert found(tmp_path)["best"]["medians"]["valid"]["accuracy"]["value"] == 81.5
+
+
+def test_results_of_something_else_are_not_replaced(trainer, tmp_path, capsys):
+    mine = tmp_path / "out" / "results.md"
+    mine.parent.mkdir()
+    mine.write_text("of the user")
+    assert trainer({"1e-05": [80]}, seeds=[1]) == (1, [])
+    assert "has a results.md of something else" in capsys.readouterr().err and mine.read_text() == "of the user"
+    (mine.parent / "results.json").write_text("{}")
+    assert trainer({"1e-05": [80]}, seeds=[1]) == (1, []) and mine.read_text() == "of the user"
 
 
 def test_a_dry_run_starts_nothing(trainer, tmp_path, capsys):

@@ -123,6 +123,15 @@ def test_bad_options_are_one_sentence(run, tmp_path, options, message):
         run(write_experiment(tmp_path / "one"), options=options)
 
 
+def test_a_table_of_something_else_is_not_replaced(run, tmp_path):
+    mine = tmp_path / "budgets" / "budgets.csv"
+    mine.parent.mkdir()
+    mine.write_text("month,euro\n")
+    with pytest.raises(smlp.UserError, match=r"has a budgets\.csv of something else"):
+        run(write_experiment(tmp_path / "one"), options=("--to", str(mine.parent)))
+    assert mine.read_text() == "month,euro\n"
+
+
 def test_folders_without_a_finished_run_are_refused(run, tmp_path):
     folder = write_experiment(tmp_path / "one")
     for scores in folder.glob("runs/*/scores.json"):

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,18 @@ def test_quickstart_on_a_users_text_twice(tiny_text, tmp_path, refused):
     mistyped = [*script[:2], "--text", "tpyo.txt", "--out", str(tmp_path / "new")]
     assert re.search(r"there is no text file \S*tpyo\.txt", refused(mistyped))
     assert not (tmp_path / "new" / "settings.json").exists()
+
+
+def test_quickstart_leaves_a_users_folder_alone(tiny_text, tmp_path, refused):
+    mine = tmp_path / "text" / "book.txt"
+    mine.parent.mkdir()
+    shutil.copy(tiny_text / "train.txt", mine)
+    script = [sys.executable, str(REPOSITORY / "scripts" / "quickstart.py"), "--out", str(tmp_path)]
+    for words in (["--text", str(mine)], ["--text", str(tiny_text / "train.txt")]):
+        assert "has files of yours" in refused([*script, *words])
+        (tmp_path / "settings.json").unlink(missing_ok=True)
+    (tmp_path / "settings.json").write_text("{}")
+    assert "has files of yours" in refused([*script, "--text", str(mine)]) and mine.is_file()
 
 
 def test_a_failed_step_names_step_and_log(tmp_path):
@@ -124,3 +137,8 @@ def test_an_installation_that_is_up_to_date_is_skipped(tmp_path):
     second = shell(command, tmp_path)
     assert second.returncode == 0 and "up to date, skipped" in second.stdout
     assert not (tmp_path / "asked").exists()
+
+
+def test_cdpath_of_the_user_changes_no_folder():
+    done = shell("export CDPATH=.; source scripts/environment.sh; echo $ROOT; bash examples/recipe.sh", REPOSITORY)
+    assert done.stdout.splitlines()[0] == str(REPOSITORY) and len(done.stdout.splitlines()) == 1, done.stdout

@@ -371,6 +371,7 @@ def test_a_sweep_is_submitted_with_a_copy_of_its_list(user) -> None:
     copy, *rest = whole[whole.index(str(SWEEP)) + 1 :]
     assert rest == ["data", "runs", "--bf16"]
     assert copy.startswith("slurm-logs/") and (user / copy).read_bytes() == RUNS.encode()
+    assert part[part.index(str(SWEEP)) + 1] != copy
     assert not noted(user, "smlp")
     planned = run(user, SUBMIT, "--dry-run", *sizes, "--", "data", "runs")
     assert planned.rc == 0 and len(noted(user, "smlp")) == 3

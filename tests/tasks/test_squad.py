@@ -205,10 +205,12 @@ def test_a_given_threshold_is_kept(data, tmp_path):
 
 def test_wrong_options_and_data_are_one_sentence(data, tmp_path):
     (tmp_path / "checkpoint.pt").write_bytes(b"PK")
+    (tmp_path / "gold.json").write_text('{"version": "1.1", "data": []}')
     for options, message in (
         ({"data": str(tmp_path / "gone")}, "there is no file .*dict.txt: make the data with"),
         ({"predictions_file": str(tmp_path / "gone" / "a.json")}, "cannot write --predictions-file"),
         ({"predictions_file": str(tmp_path / "checkpoint.pt")}, "a file of another kind exists already"),
+        ({"predictions_file": str(tmp_path / "gold.json")}, "a file of another kind exists already"),
     ):
         with pytest.raises(UserError, match=message):
             SquadTask.setup_task(SquadConfig(**{"data": str(data[0]), "seed": 1, **options}))

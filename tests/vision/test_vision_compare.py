@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -73,6 +74,20 @@ def test_a_comparison_reports_every_seed_and_paired_differences(digits, tmp_path
     capsys.readouterr()
     assert run(write(tmp_path, digits, more="--smoothing 0.4"), out) == 1
     assert "was made with models.second = " in capsys.readouterr().err
+
+
+def test_other_images_and_a_folder_of_something_else(digits, tmp_path, in_process, capsys):
+    images, out = tmp_path / "images", tmp_path / "out"
+    shutil.copytree(digits, images)
+    out.mkdir()
+    (out / "results.md").write_text("of the user")
+    assert run(write(tmp_path, images, seeds="[1]"), out) == 1 and not in_process
+    assert f"--out {out} has a results.md of something else" in capsys.readouterr().err
+    (out / "results.md").unlink()
+    assert run(write(tmp_path, images, seeds="[1]"), out) == 0
+    next((images / "train" / "3").iterdir()).unlink()
+    assert run(write(tmp_path, images), out) == 1
+    assert f"{out} was made with images = " in capsys.readouterr().err
 
 
 def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, in_process, capsys):

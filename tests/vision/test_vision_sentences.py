@@ -68,6 +68,21 @@ def test_images_outside_of_classes_and_a_single_class(digits, capsys):
     assert f"{digits / 'train'} has a single class" in train(capsys, digits)
 
 
+@pytest.mark.parametrize("place", ["3/below", ".hidden"])
+def test_images_in_folders_that_are_no_classes(digits, capsys, place):
+    (digits / "train" / place).mkdir()
+    image = shutil.copy(next((digits / "train" / "3").glob("*.png")), digits / "train" / place)
+    assert f"{image}: images belong in {digits / 'train'}/CLASS" in train(capsys, digits)
+
+
+@pytest.mark.parametrize("mode", ["I;16", "F"])
+def test_pixels_of_more_than_8_bits(digits, capsys, mode):
+    image = digits / "validation" / "3" / "deep.png"
+    Image.new(mode, (8, 8), 3).save(image, "PNG" if mode == "I;16" else "TIFF")
+    words = ("train", "--data-dir", digits, "--model", "smlp_mixer_tiny", *SMALL, "--output", digits.parent / "output")
+    assert f"{image} has {mode} pixels, not 8 bits: convert it, or leave it out" in sentence(capsys, *words)
+
+
 def test_a_class_of_validation_alone(digits, capsys):
     shutil.rmtree(digits / "train" / "4")
     assert "has the class 4, which is not among the 9 classes of training" in train(capsys, digits)
@@ -220,6 +235,7 @@ def test_a_folder_that_holds_a_run(trained, whole, capsys):
         (["--weight-decay", "0"], "--weight-decay was"),
         (["--opt-betas", "0.5", "0.6"], "--opt-betas was None, not [0.5, 0.6]"),
         (["--layer-decay", "0.5"], "--layer-decay was None, not 0.5"),
+        (["--model-kwargs", "num_layers=2"], "--model-kwargs was "),
     ],
 )
 def test_a_resumed_optimizer_keeps_its_options(digits, trained, capsys, tmp_path, options, message):
@@ -401,6 +417,10 @@ def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
     content["args"] = argparse.Namespace(model_kwargs={"pretrained_cfg": 5}, model="smlp_mixer_tiny")
     torch.save(content, path)
     assert "pretrained_cfg does not go there" in sentence(capsys, "evaluate", path, "--data-dir", digits, "-j", "0")
+    content = torch.load(trained, weights_only=False)
+    content["args"].model_ema = True
+    torch.save(content, path)
+    assert "has an average of its weights, which would be lost" in train(capsys, digits, "--resume", path)
     for name, value, words in (
         ("state_dict_ema", 5, "damaged.pth.tar is damaged: its state_dict_ema holds no weights"),
         ("state_dict_ema", {}, "damaged.pth.tar is damaged: its state_dict_ema holds no weights"),

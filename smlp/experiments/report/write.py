@@ -11,10 +11,10 @@ from smlp.errors import UserError
 from smlp.experiments.json_files import read_json
 from smlp.experiments.plan import spread_of
 from smlp.experiments.report import details, health, machine, paper, quality, speed, studies
-from smlp.experiments.report.figures import Picture, write_figures
+from smlp.experiments.report.figures import FOLDER, Picture, write_figures
 from smlp.experiments.report.results import Results
 from smlp.experiments.report.table import EMPTY, Column, Table
-from smlp.files import write_whole
+from smlp.files import check_no_other, write_whole
 from smlp.plots.drawing import check_matplotlib
 
 TABLES = "tables"
@@ -47,8 +47,8 @@ def write_report(results: Results, to: Path | None = None, baselines: Sequence[s
     tables = all_tables(results, baselines)
     if to is None:
         to = results.folder / "report"
-    elif any((to / name).exists() for name in ("report.md", "report.json")) and not _is_report(to / "report.json"):
-        raise UserError(f"{to} has a report.md or report.json of something else: name another folder")
+    elif not _is_report(to / "report.json"):
+        check_no_other(to, ("report.md", "report.json", TABLES, FOLDER), "--to")
     try:
         (to / TABLES).mkdir(parents=True, exist_ok=True)
     except OSError as error:
