@@ -27,9 +27,16 @@ from smlp.checkpoint.load import check_beside, text_files, write_beside
 from smlp.checkpoint.opened import Checkpoint
 from smlp.checkpoint.parts import detach, write_part
 from smlp.checkpoint.torch_file import write_torch_file
+from smlp.config import differences, flatten
 from smlp.errors import UserError
 from smlp.files import check_writable, is_safetensors, not_writable, write_whole
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
+
+#: settings that may change while a model is trained
+_OF_TRAINING = (
+    *("dropout", "expert_dropout", "attention_dropout", "checkpoint_activations", "load_balance_weight"),
+    *("router_z_weight", "router_jitter", "router_freeze", "base_shuffle", "base_warmup", "capacity_factor"),
+)
 
 # names of fairseq's checkpoints; they are ordered by the number in the group
 _EPOCH = re.compile(r"checkpoint(\d+)\.pt")
@@ -208,6 +215,12 @@ def averaged(checkpoints: Sequence[Checkpoint]) -> Checkpoint:
 
 def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
     ours, theirs = first.state["model"], other.state["model"]
+    if names := [name for name in differences(other.config, first.config) if name not in _OF_TRAINING]:
+        values = [flatten(one.config).get(names[0]) for one in (first, other)]
+        raise UserError(
+            f"{first.path} and {other.path} are of different models: {names[0]} is {values[0]} in one and {values[1]} "
+            "in the other"
+        )
     different = sorted(ours.keys() ^ theirs.keys())
     if different:
         raise UserError(

@@ -45,6 +45,8 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # header of a zip record; it ends in th
 _ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
 _PADDING_ID = 0x4246  # extra field with which torch also aligns records
 _MOST_VALUES = 10_000_000  # most values in a file; a list that is referenced twice counts twice
+_CHARACTERS = 64  # of a text that count as a value
+_MOST_BITS = 1024  # of a whole number
 _STORAGES = {
     getattr(torch, dtype): f"{name}Storage"
     for dtype, name in zip(
@@ -145,7 +147,9 @@ def _stored_records(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInf
 def _count_values(content: Any, counted: dict[int, int]) -> int:
     """Return the number of values in nested dictionaries and sequences; shared ones count each time."""
     if not isinstance(content, (Mapping, list, tuple, set, argparse.Namespace)):
-        return 1
+        if isinstance(content, int) and content.bit_length() > _MOST_BITS:
+            raise _Refused(f"a number of more than {_MOST_BITS:,} bits")
+        return 1 + len(content) // _CHARACTERS if isinstance(content, (str, bytes)) else 1
     if id(content) not in counted:
         counted[id(content)] = _MOST_VALUES  # until the count is known: content that contains itself is refused
         held = vars(content) if isinstance(content, argparse.Namespace) else content
@@ -296,7 +300,7 @@ def unreadable(path: Path, error: Exception) -> str:
     """Return the message for a file that could not be read."""
     if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: an offset outside the file
         return f"cannot read {path}: {error.strerror or error}"
-    reason = (str(error).splitlines() or [""])[0]
+    reason = (str(error).splitlines() or [""])[0].split("Re-running")[0].strip()  # torch's advice is dangerous
     return (
         f"{path} ({path.stat().st_size:,} bytes) is truncated or not a checkpoint: it cannot be read "
         f"({type(error).__name__}: {reason})"

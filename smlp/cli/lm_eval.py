@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tasks", required=True, help="comma-separated names; lm-eval ls tasks lists the harness's own"
     )
     parser.add_argument("--data-dir", type=Path, help="official files of the six tasks of smlp zeroshot")
-    parser.add_argument("--include-path", type=Path, help="folder with more tasks (YAML)")
+    parser.add_argument("--include-path", type=Path, help="folder with more tasks (YAML, which can run Python)")
     parser.add_argument(
         "--limit", **whole(), metavar="N", help="only the first N records of each task, which is not a random sample"
     )

@@ -192,7 +192,8 @@ def copy_companions(data: Path, save_dir: Path) -> list[Path]:
         The files that were not there before.
 
     Raises:
-        UserError: the save-dir holds checkpoints trained with another dictionary, or cannot be written.
+        UserError: the save-dir holds checkpoints trained with another dictionary, has other files of these names, or
+            cannot be written.
     """
     from smlp.files import copy_whole
 
@@ -207,11 +208,13 @@ def copy_companions(data: Path, save_dir: Path) -> list[Path]:
         save_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make --save-dir {save_dir}: {error.strerror}") from error
-    copied = []
-    for name in COMPANIONS:
-        if (data / name).is_file():
-            copied += [save_dir / name] * (not (save_dir / name).exists())
-            copy_whole(data / name, save_dir / name)
+    given = [name for name in COMPANIONS if (data / name).is_file()]
+    for name in given:
+        if (save_dir / name).is_file() and (save_dir / name).read_bytes() != (data / name).read_bytes():
+            raise UserError(f"--save-dir {save_dir} has another {name} than {data}: choose another --save-dir")
+    copied = [save_dir / name for name in given if not (save_dir / name).exists()]
+    for path in copied:
+        copy_whole(data / path.name, path)
     return copied
 
 

@@ -34,6 +34,20 @@ class SmlpCache(Cache):
         #: one for all sequences, or one for each
         self.states = [DecodingState() for _ in range(1 if starts_B is None else len(starts_B))]
 
+    def check(self, num_seqs: int, starts_B: Tensor | None) -> None:
+        """Check that a batch continues these sequences.
+
+        Raises:
+            ValueError: it has another number of them, or other padding before them.
+        """
+        if self.length == 0:
+            self.starts_B, self.states = starts_B, [DecodingState() for _ in range(1 if starts_B is None else num_seqs)]
+        if self.length and num_seqs != self.batch_size:
+            raise ValueError(f"the cache is of {self.batch_size} sequences, and this batch has {num_seqs}")
+        own_B, given_B = (0 if starts is None else starts for starts in (self.starts_B, starts_B))
+        if bool(torch.as_tensor(own_B != given_B).any()):
+            raise ValueError("attention_mask has other padding before the sequences than the cache was made with")
+
     def groups(self, tokens_Bn: Tensor) -> list[tuple[Tensor, DecodingState]]:
         """Return the next tokens, without padding, of each group of sequences that share a state, and that state."""
         if self.starts_B is None:

@@ -61,6 +61,8 @@ def write_folder(
         raise UserError(problem)
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: give another one")
+    if folder.is_symlink() or folder.resolve() == Path.cwd():
+        raise UserError(f"{folder} is a link or the current folder, which a new one cannot replace: give another")
     files = text_files(checkpoint, dictionary, tokenizer)
     symbols = tokenizer_of(checkpoint, dictionary, tokenizer).vocabulary
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -166,7 +166,7 @@ class Alignment:
         return x_BmH.gather(1, index_Bn.unsqueeze(2).expand(-1, -1, x_BmH.size(2)))
 
 
-def alignment_of(attention_mask: Tensor | None, num_places: int) -> Alignment | None:
+def alignment_of(attention_mask: Tensor | None, num_seqs: int, num_places: int) -> Alignment | None:
     """Return where the sequences of a batch are, or None if there is no padding.
 
     Raises:
@@ -174,9 +174,10 @@ def alignment_of(attention_mask: Tensor | None, num_places: int) -> Alignment | 
     """
     if attention_mask is None:
         return None
-    if attention_mask.dim() != 2 or attention_mask.size(1) != num_places:
+    if attention_mask.shape != (num_seqs, num_places):
         raise ValueError(
-            f"attention_mask must have a column for each of the {num_places} places, got {tuple(attention_mask.shape)}"
+            f"attention_mask must have a row for each of the {num_seqs} sequences and a column for each of the "
+            f"{num_places} places, got {tuple(attention_mask.shape)}"
         )
     return None if bool(attention_mask.all()) else Alignment(attention_mask)
 
@@ -226,8 +227,10 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         if past_key_values is not None and labels is not None:
             raise ValueError("labels are for whole sequences: give no past_key_values")
         past = 0 if past_key_values is None else past_key_values.length
-        alignment = alignment_of(attention_mask, past + input_ids.size(1))
+        alignment = alignment_of(attention_mask, len(input_ids), past + input_ids.size(1))
         wants_cache = past_key_values is not None or use_cache
+        if wants_cache and labels is not None and self.training:
+            raise ValueError("labels in training need use_cache=False: a cache has no auxiliary losses of routers")
         if alignment is not None and alignment.has_padding_after:
             if wants_cache:
                 raise ValueError(
@@ -240,6 +243,8 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
             if past_key_values is None:  # a cache has a length, which may be zero
                 starts_B = None if alignment is None else alignment.starts_B
                 past_key_values = SmlpCache(starts_B, self.core.config.max_tokens, input_ids.device)
+            elif attention_mask is not None:
+                past_key_values.check(len(input_ids), None if alignment is None else alignment.starts_B)
             x_BnH = self._continued(input_ids, past_key_values)
         elif alignment is not None:
             tokens_Bm = alignment.read(input_ids, self.core.config.padding_idx)
@@ -353,7 +358,7 @@ class SmlpForMaskedLM(_SmlpModel):
         """
         kwargs.pop("token_type_ids", None)  # tokenizers make them by default
         self._check_options(input_ids, kwargs)
-        alignment = alignment_of(attention_mask, input_ids.size(1))
+        alignment = alignment_of(attention_mask, *input_ids.shape)
         if alignment is None:
             logits = self.core(input_ids)
         else:

@@ -126,13 +126,12 @@ class RequestReader:
         end = Vocabulary.eos if keys.flag("stop_at_eos") else None
         limits = Limits(max(max_tokens, 1), end=end, when_full="stop")
         fill = self.start_token if keys.flag("fill_prefix") else None
-        prompts = [
-            self._asked(prompt, limits if max_tokens else None, fill) for prompt in self._prompts(given.get("prompt"))
-        ]
-        if len(prompts) * num_texts > self.most_texts:
+        asked = self._prompts(given.get("prompt"))
+        if len(asked) * num_texts > self.most_texts:
             raise RequestError(
-                "prompt", f"{len(prompts)} prompts with {num_texts} texts each: at most {self.most_texts} at a time"
+                "prompt", f"{len(asked)} prompts with {num_texts} texts each: at most {self.most_texts} at a time"
             )
+        prompts = [self._asked(prompt, limits if max_tokens else None, fill) for prompt in asked]
         return CompletionRequest(
             prompts, sampling, limits, self._stops(given.get("stop")), num_texts, num_top, echoes, streams, says_usage
         )

@@ -216,6 +216,8 @@ BOMBS = {
     "experts": (lambda p: _index(p, num_experts=10**9), "but there are 1000000000"),
     "compressed": (lambda p: _rewritten(p, data=pickle.dumps(bytes(50_000_000))), "compressed records"),
     "named often": (lambda p: _add(p, x=_nested()), "more than 10,000,000 values"),
+    "long text": (lambda p: _add(p, x=[["x" * 20_000] * 200] * 200), "more than 10,000,000 values"),
+    "digits": (lambda p: _add(p, x=10**5000), "a number of more than 1,024 bits"),
     "repeated": (lambda p: _add(p, x=torch.zeros(1).expand(10**11)), "a tensor of shape (100000000000,)"),
     "index of sizes": (
         lambda p: _index(p, tensors={k: ((10**6, 10**6), d) for k, (_, d) in content(p)[INDEX_KEY]["tensors"].items()}),

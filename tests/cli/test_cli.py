@@ -252,13 +252,17 @@ def test_a_refused_model_leaves_no_save_dir(tiny_data: Path, tmp_path: Path, cap
 
 
 def test_a_save_dir_keeps_its_dictionary(tiny_data: Path, tmp_path: Path) -> None:
-    train.copy_companions(tiny_data, tmp_path)
     other = tmp_path / "other"
     other.mkdir()
     (other / "dict.txt").write_text("one 1\ntwo 2\n")
-    train.copy_companions(other, tmp_path)  # no checkpoint yet: nothing depends on the first dictionary
+    (other / "sentencepiece.model").write_text("trained")
+    copied = [tmp_path / "dict.txt", tmp_path / "sentencepiece.model"]
+    assert train.copy_companions(other, tmp_path) == copied and train.copy_companions(other, tmp_path) == []
+    copied[1].write_text("of the user")
+    with pytest.raises(UserError, match=r"has another sentencepiece\.model than"):
+        train.copy_companions(other, tmp_path)
+    assert copied[1].read_text() == "of the user"
     (tmp_path / "checkpoint_last.pt").touch()
-    train.copy_companions(other, tmp_path)
     with pytest.raises(UserError, match=r"another dictionary \(2 symbols\)"):
         train.copy_companions(tiny_data, tmp_path)
     assert (tmp_path / "dict.txt").read_text() == "one 1\ntwo 2\n"

@@ -258,6 +258,9 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
         assert f"{folder} is a folder of transformers" in said and f"smlp checkpoint import {folder} -o" in said
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert "link exists and is not an empty folder" in refused(capsys, "export", path, tmp_path / "link", "--hf")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert "is a link or the current folder" in refused(capsys, "export", path, ".", "--hf")
     (path.parent / "dict.txt").rename(tmp_path / "dict.txt")
     assert "no dict.txt beside" in refused(capsys, "export", path, tmp_path / "new", "--hf")
     exported(path, tmp_path / "new", "--dict", tmp_path / "dict.txt")

@@ -197,6 +197,29 @@ def test_texts_end_where_the_context_does(plain):
     assert plain.generate(random_tokens(1, 5), **{**WRITE, "max_new_tokens": 256}).shape == (1, 13)
 
 
+def test_masks_that_do_not_fit_are_refused(plain):
+    tokens = random_tokens(2, 6)
+    mask = torch.ones_like(tokens)
+    mask[1, 0] = 0
+    for rows in (mask[:1], torch.cat([mask, mask])):
+        with pytest.raises(ValueError, match="a row for each of the 2 sequences and a column for each of the 6 places"):
+            plain(tokens, attention_mask=rows)
+    whole = torch.ones(2, 7, dtype=torch.long)
+    padded = torch.cat([mask, whole[:, :1]], 1)
+    for first, after in ((None, padded), (mask, whole)):
+        cache = plain(tokens, attention_mask=first).past_key_values
+        with pytest.raises(ValueError, match="other padding before the sequences than the cache was made with"):
+            plain(tokens[:, :1], attention_mask=after, past_key_values=cache)
+    with pytest.raises(ValueError, match="the cache is of 2 sequences, and this batch has 1"):
+        plain(tokens[:1, :1], attention_mask=whole[:1], past_key_values=plain(tokens).past_key_values)
+
+
+def test_a_cache_has_no_auxiliary_losses(plain):
+    tokens = random_tokens(2, 6)
+    with pytest.raises(ValueError, match="labels in training need use_cache=False"):
+        copy.deepcopy(plain).train()(tokens, labels=tokens, use_cache=True)
+
+
 def test_a_folder_that_lacks_weights_is_refused(plain, tmp_path):
     state = {name: tensor for name, tensor in plain.state_dict().items() if "norm.bias" not in name}
     plain.save_pretrained(tmp_path, state_dict=state)

@@ -61,6 +61,11 @@ def test_banned_tokens_are_never_written(model):
     banned = [0, 1, 3, *range(10, 30)]
     written = list(generate(model, [2], 16, Sampling(temperature=3.0), banned=banned))
     assert not set(written) & set(banned)
+    for wrong, words in (([5000], "banned must be ids from 0 to"), ([-1], "banned must be"), (["a"], "banned must be")):
+        with pytest.raises(smlp.UserError, match=words):
+            generate(model, [2], 3, banned=wrong)
+    with pytest.raises(smlp.UserError, match="none is left to choose"):
+        generate(model, [2], 3, banned=range(model.config.vocab_size))
 
 
 def draws(sampling, logits, count=300):

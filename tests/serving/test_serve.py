@@ -168,6 +168,7 @@ REFUSED = {
     "too long": ({"prompt": "w1 " * 16}, "prompt", "17 tokens (start symbol included), and the model's context has 16"),
     "surrogate": ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
     "many prompts": ({"prompt": ["w1"] * 5, "n": 2}, "prompt", "5 prompts with 2 texts each: at most 8"),
+    "many ids": ({"prompt": [[99]] * 9}, "prompt", "9 prompts with 1 texts each: at most 8"),
     "unknown key": ({"prompt": "w1", "tools": []}, "tools", "unknown key 'tools'"),
     "best_of": ({"prompt": "w1", "best_of": 3}, "best_of", "best_of is not available here"),
     "penalty": ({"prompt": "w1", "presence_penalty": 1.5}, "presence_penalty", "not available here"),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from smlp.errors import UserError
-from smlp.inference.generation.prompts import Prompt, SharedPositions, Text, ready_prompts
+from smlp.inference.generation.prompts import Prompt, SharedPositions, Text, banned_ids, ready_prompts
 from smlp.inference.generation.sampled import check_numbers
 from smlp.inference.generation.settings import BeamSearch, Limits
 from smlp.nn.decoder import Decoder
@@ -95,7 +95,7 @@ def beam_search(
     capacity = max((len(prompt.tokens) + prompt.room for prompt in ready), default=0)
     batch = SharedPositions(decoder, [prompt.tokens for prompt in ready], capacity)
     rows = [_Hypothesis(search) for search in searches]
-    banned = sorted({*banned, decoder.config.padding_idx})
+    banned = sorted({*banned_ids(decoder.config, banned), decoder.config.padding_idx})
     while rows:
         hidden_RnH = batch.read()
         _add_prompt_scores(batch, rows, hidden_RnH)

@@ -105,15 +105,27 @@ def ready_prompts(
     return ready
 
 
-def _ids(config: ModelConfig, prompt: Sequence[int], where: str) -> list[int]:
-    """Return the ids of a prompt as plain numbers, whatever kind of numbers they are and whatever holds them."""
+def _ids(config: ModelConfig, prompt: Sequence[int], where: str, what: str = "the prompt") -> list[int]:
+    """Return the ids of a prompt, or of ``what``, as plain numbers, whatever kind of numbers and sequence they are."""
     try:
         tokens = [index(one) for one in prompt]
     except TypeError:
         tokens = [-1]
     if any(not 0 <= token < config.vocab_size for token in tokens):
-        raise UserError(f"{where}the prompt must be ids from 0 to {config.vocab_size - 1}, got {prompt!r:.80}")
+        raise UserError(f"{where}{what} must be ids from 0 to {config.vocab_size - 1}, got {prompt!r:.80}")
     return tokens
+
+
+def banned_ids(config: ModelConfig, banned: Sequence[int]) -> list[int]:
+    """Return the ids that are never chosen, checked.
+
+    Raises:
+        UserError: one is no id, or no other is left.
+    """
+    ids = _ids(config, banned, "", "banned")
+    if len(set(ids)) == config.vocab_size:
+        raise UserError(f"banned has all {config.vocab_size} ids: none is left to choose")
+    return ids
 
 
 def _filled(config: ModelConfig, tokens: list[int], fill: int | None, where: str) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from smlp.errors import NaNError, UserError
-from smlp.inference.generation.prompts import Prompt, SharedPositions, Text, ready_prompts
+from smlp.inference.generation.prompts import Prompt, SharedPositions, Text, banned_ids, ready_prompts
 from smlp.inference.generation.settings import Limits, Sampling
 from smlp.nn.decoder import Decoder
 
@@ -111,7 +111,7 @@ class SampledBatch:
         prompts = [request.prompt for request in requests]
         capacity = max((len(prompt.tokens) + prompt.room - 1 for prompt in prompts), default=0)
         self._positions = SharedPositions(decoder, [prompt.tokens for prompt in prompts], capacity)
-        self._banned = list(banned)
+        self._banned = banned_ids(decoder.config, banned)
 
     @property
     def num_texts(self) -> int:
