@@ -35,6 +35,7 @@ from smlp.experiments.report.speed import (
 )
 from smlp.experiments.report.studies import mean_accuracies, moe_models, task_names
 from smlp.experiments.report.table import EMPTY, Cell, Column, Estimate, Table, label, log_ratios
+from smlp.files import check_no_other
 
 PERPLEXITY, SPEED, ACCURACY = "perplexity", "words per second", "zero-shot accuracy"
 SAME_TIME = "perplexity at equal training time"
@@ -311,6 +312,9 @@ def main() -> None:
     shown, table = page(read_results(args.out))
     print(shown, end="")
     if args.to is not None:
+        older = args.to / "verdicts.md"
+        if not older.is_file() or older.read_text().partition("\n")[0] != shown.partition("\n")[0]:
+            check_no_other(args.to, ("verdicts.md", "claims.csv", "claims.json"), "--to")
         args.to.mkdir(parents=True, exist_ok=True)
         (args.to / "verdicts.md").write_text(shown, encoding="utf-8")
         if table is not None:

@@ -206,5 +206,8 @@ def test_the_script_writes_what_it_prints(out):
     table = json.loads((out / "there" / "claims.json").read_text())
     rows = list(csv.DictReader((out / "there" / "claims.csv").open()))
     assert [row["claim"] for row in rows] == [row["claim"]["value"] for row in table["rows"]]
+    (out / "there" / "verdicts.md").write_text("of the user\n")
+    run = run_python(SCRIPT, out, "--to", out / "there")
+    assert run.rc == 1 and "has a verdicts.md of something else" in run.stderr
     run = run_python(SCRIPT, out / "runs")
     assert run.rc == 1 and run.stderr.startswith("smlp: error: cannot read") and run.stderr.count("\n") == 1
