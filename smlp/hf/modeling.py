@@ -119,6 +119,8 @@ class _SmlpModel(PreTrainedModel):
                 raise ValueError(f"a model of smlp does not take {name}")
         if input_ids is None:
             raise ValueError("a model of smlp needs input_ids")
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be (B, n), got {tuple(input_ids.shape)}")
 
 
 def _has_values(model: PreTrainedModel, name: str) -> bool:

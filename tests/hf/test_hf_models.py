@@ -204,6 +204,8 @@ def test_masks_that_do_not_fit_are_refused(plain):
     for rows in (mask[:1], torch.cat([mask, mask])):
         with pytest.raises(ValueError, match="a row for each of the 2 sequences and a column for each of the 6 places"):
             plain(tokens, attention_mask=rows)
+    with pytest.raises(ValueError, match=r"input_ids must be \(B, n\), got \(6,\)"):
+        plain(tokens[0])
     whole = torch.ones(2, 7, dtype=torch.long)
     padded = torch.cat([mask, whole[:, :1]], 1)
     for first, after in ((None, padded), (mask, whole)):
