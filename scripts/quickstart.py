@@ -248,11 +248,10 @@ def check_settings(options: argparse.Namespace) -> None:
     settings, data, text = settings_of(options), options.out / "data" / MANIFEST, options.out / "text"
     is_new = not (options.out / "settings.json").is_file()
     is_fresh = is_new or not data.is_file()
-    if (is_new and text.is_dir() and any(text.iterdir())) or any(
-        text in Path(name).parents for name in settings["text"]
-    ):
+    holds_others = is_new and text.is_dir() and any(text.iterdir())
+    if not options.splits and (holds_others or any(text in Path(name).parents for name in settings["text"])):
         raise UserError(f"{text} has files of yours, and the text of the run would go there: name another --out")
-    if is_fresh:
+    if is_fresh and not options.splits:
         (text / MANIFEST).unlink(missing_ok=True)  # of a try that came no further than its text
     tools.settle(options.out, settings, is_fresh)
 

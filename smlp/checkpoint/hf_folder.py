@@ -46,9 +46,12 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
         for name, tensor in _weights(folder).items()
         if name.startswith(_CORE)
     }
+    num_updates = options.get("num_updates") or 0
+    if type(num_updates) is not int or not 0 <= num_updates < 1 << 63:
+        raise UserError(f"{path} is damaged: num_updates is no number of updates")
     cfg = {"model": _training_options(options, is_encoder, path)}
     cfg |= {"task": {"_name": "masked_lm" if is_encoder else "language_modeling", "data": None}}
-    state = new_state(cfg, model, [new_history(cfg, options.get("num_updates") or 0)])
+    state = new_state(cfg, model, [new_history(cfg, num_updates)])
     check_is_ours(state, path)
     names = (DICTIONARY, *TOKENIZER_FILES)
     files: dict[str, HeldTensor | LazyTensor] = {

@@ -22,21 +22,24 @@ from smlp.checkpoint.index import (
     remove_unused_parts,
     size_problem,
 )
-from smlp.checkpoint.lazy import are_equal, mean, rows_of
+from smlp.checkpoint.lazy import are_equal, as_bytes, mean, rows_of
 from smlp.checkpoint.load import check_beside, text_files, write_beside
 from smlp.checkpoint.opened import Checkpoint
 from smlp.checkpoint.parts import detach, write_part
 from smlp.checkpoint.torch_file import write_torch_file
 from smlp.config import differences, flatten
+from smlp.config.ignored_settings import OF_THE_START, ignored_settings
 from smlp.errors import UserError
 from smlp.files import check_writable, is_safetensors, not_writable, write_whole
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 #: settings that may change while a model is trained
-_OF_TRAINING = (
-    *("dropout", "expert_dropout", "attention_dropout", "checkpoint_activations", "load_balance_weight"),
-    *("router_z_weight", "router_jitter", "router_freeze", "base_shuffle", "base_warmup", "capacity_factor"),
-)
+_OF_TRAINING = {
+    *("dropout", "expert_dropout", "attention_dropout", "load_balance_weight", "router_z_weight", "router_jitter"),
+    *("router_freeze", "base_shuffle", "base_warmup", "base_offset_rate", "loss_free_rate", "second_expert"),
+    *("capacity_factor", "eval_capacity_factor", "drop_order"),
+    *OF_THE_START,
+}
 
 # names of fairseq's checkpoints; they are ordered by the number in the group
 _EPOCH = re.compile(r"checkpoint(\d+)\.pt")
@@ -215,12 +218,15 @@ def averaged(checkpoints: Sequence[Checkpoint]) -> Checkpoint:
 
 def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
     ours, theirs = first.state["model"], other.state["model"]
-    if names := [name for name in differences(other.config, first.config) if name not in _OF_TRAINING]:
+    without = {*_OF_TRAINING, *ignored_settings(other.config, flatten(first.config))}
+    if names := [name for name in differences(other.config, first.config) if name not in without]:
         values = [flatten(one.config).get(names[0]) for one in (first, other)]
         raise UserError(
             f"{first.path} and {other.path} are of different models: {names[0]} is {values[0]} in one and {values[1]} "
             "in the other"
         )
+    if None not in (words := [_dictionary_of(one) for one in (first, other)]) and words[0] != words[1]:
+        raise UserError(f"{first.path} and {other.path} have different dictionaries")
     different = sorted(ours.keys() ^ theirs.keys())
     if different:
         raise UserError(
@@ -234,6 +240,14 @@ def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
     for name, tensor in ours.items():
         if not tensor.dtype.is_floating_point and not are_equal(tensor, theirs[name]):
             raise UserError(f"{name} is not the same in {first.path} and {other.path}, and integers cannot be averaged")
+
+
+def _dictionary_of(checkpoint: Checkpoint) -> bytes | None:
+    """Return the dictionary in an export, or beside a checkpoint; None if there is none."""
+    beside = checkpoint.path.parent / DICTIONARY
+    if checkpoint.is_export:
+        return bytes(as_bytes(checkpoint.files[DICTIONARY].load())) if DICTIONARY in checkpoint.files else None
+    return beside.read_bytes() if beside.is_file() else None
 
 
 def last_checkpoints(folder: str | Path, count: int, by_update: bool, upper_bound: int | None = None) -> list[Path]:

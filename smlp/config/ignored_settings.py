@@ -8,6 +8,12 @@ from smlp.config import ModelConfig, all_settings, flatten
 from smlp.config.own_settings import own_fields
 from smlp.config.registry import ROUTERS
 
+#: settings that do not affect a trained model: initial weights, and how it is computed
+OF_THE_START = {
+    *("embed_init_std", "spatial_init_scale", "spatial_init_average", "spatial_bias_init", "centroid_init_gain"),
+    "checkpoint_activations",
+}
+
 
 def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
     """Return, for each setting that only some models use, whether this one does, and if not, why."""

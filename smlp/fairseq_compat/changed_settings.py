@@ -18,16 +18,11 @@ from omegaconf import open_dict
 from smlp.checkpoint.content import check_is_ours, config_of
 from smlp.checkpoint.torch_file import read_structure
 from smlp.config import ModelConfig, differences, flatten
-from smlp.config.ignored_settings import ignored_settings
+from smlp.config.ignored_settings import OF_THE_START, ignored_settings
 from smlp.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-#: settings that do not affect a trained model: initial weights, and how it is computed
-_WITHOUT_EFFECT = {
-    *("embed_init_std", "spatial_init_scale", "spatial_init_average", "spatial_bias_init", "centroid_init_gain"),
-    "checkpoint_activations",
-}
 #: settings of the hash routing table, which is part of a checkpoint
 _BROUGHT_ALONG = ("hash_kind", "hash_seed", "hash_tables")
 
@@ -56,7 +51,7 @@ def compare_with(filename: str, trainer: Any, now: ModelConfig) -> None:
 def changed_settings(then: ModelConfig, now: ModelConfig) -> str | None:
     """Return a clause with the changed settings that matter, before and after; None if there are none."""
     before, after = flatten(then), flatten(now)
-    without = {*_WITHOUT_EFFECT, *ignored_settings(now, before)}
+    without = {*OF_THE_START, *ignored_settings(now, before)}
     names = [name for name in differences(now, then) if name not in (*without, *_BROUGHT_ALONG)]
     if not names:
         return None

@@ -35,6 +35,7 @@ let_torchvision_load()
 _hide_torchaudio_if_it_cannot_be_loaded()
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except (ImportError, RuntimeError) as error:  # transformers raises either
     raise ImportError(f"smlp.hf needs transformers 5 ({error}): pip install -e '.[hf]'") from error
 
@@ -46,6 +47,7 @@ from smlp.hf.modeling import SmlpForCausalLM, SmlpForMaskedLM
 AutoConfig.register(SmlpConfig.model_type, SmlpConfig, exist_ok=True)
 AutoConfig.register(SmlpEncoderConfig.model_type, SmlpEncoderConfig, exist_ok=True)
 AutoModelForCausalLM.register(SmlpConfig, SmlpForCausalLM, exist_ok=True)
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[SmlpConfig.model_type] = SmlpForCausalLM.__name__  # Trainer shifts labels by it
 AutoModelForMaskedLM.register(SmlpEncoderConfig, SmlpForMaskedLM, exist_ok=True)
 
 __all__ = ["SmlpCache", "SmlpConfig", "SmlpEncoderConfig", "SmlpForCausalLM", "SmlpForMaskedLM"]

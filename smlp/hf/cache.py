@@ -34,16 +34,23 @@ class SmlpCache(Cache):
         #: one for all sequences, or one for each
         self.states = [DecodingState() for _ in range(1 if starts_B is None else len(starts_B))]
 
-    def check(self, num_seqs: int, starts_B: Tensor | None) -> None:
+    def check(self, num_seqs: int, has_mask: bool, starts_B: Tensor | None) -> None:
         """Check that a batch continues these sequences.
+
+        Args:
+            num_seqs: B, of the batch.
+            has_mask: whether padding is known.
+            starts_B: number of padded places on the left of each sequence, or None if no sequence has any.
 
         Raises:
             ValueError: it has another number of them, or other padding before them.
         """
-        if self.length == 0:
+        if self.length == 0 and has_mask:
             self.starts_B, self.states = starts_B, [DecodingState() for _ in range(1 if starts_B is None else num_seqs)]
-        if self.length and num_seqs != self.batch_size:
+        if self.batch_size not in (0, num_seqs):
             raise ValueError(f"the cache is of {self.batch_size} sequences, and this batch has {num_seqs}")
+        if not has_mask:
+            return
         own_B, given_B = (0 if starts is None else starts for starts in (self.starts_B, starts_B))
         if bool(torch.as_tensor(own_B != given_B).any()):
             raise ValueError("attention_mask has other padding before the sequences than the cache was made with")
@@ -87,7 +94,7 @@ class SmlpCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.length, self.states = 0, [DecodingState() for _ in self.states]
+        self.length, self.starts_B, self.states = 0, None, [DecodingState()]
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Refuse to forget the last places, which assisted generation asks for.

@@ -231,8 +231,8 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         past = 0 if past_key_values is None else past_key_values.length
         alignment = alignment_of(attention_mask, len(input_ids), past + input_ids.size(1))
         wants_cache = past_key_values is not None or use_cache
-        if wants_cache and labels is not None and self.training:
-            raise ValueError("labels in training need use_cache=False: a cache has no auxiliary losses of routers")
+        if wants_cache and labels is not None and self.training and alignment is not None:
+            raise ValueError("padded labels in training need use_cache=False: a cache has no losses of routers then")
         if alignment is not None and alignment.has_padding_after:
             if wants_cache:
                 raise ValueError(
@@ -243,11 +243,10 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         aux_losses: dict[str, Tensor] = {}
         if wants_cache:
             if past_key_values is None:  # a cache has a length, which may be zero
-                starts_B = None if alignment is None else alignment.starts_B
-                past_key_values = SmlpCache(starts_B, self.core.config.max_tokens, input_ids.device)
-            elif attention_mask is not None:
-                past_key_values.check(len(input_ids), None if alignment is None else alignment.starts_B)
-            x_BnH = self._continued(input_ids, past_key_values)
+                past_key_values = SmlpCache(None, self.core.config.max_tokens, input_ids.device)
+            starts_B = None if alignment is None else alignment.starts_B
+            past_key_values.check(len(input_ids), attention_mask is not None, starts_B)
+            x_BnH, aux_losses = self._continued(input_ids, past_key_values)
         elif alignment is not None:
             tokens_Bm = alignment.read(input_ids, self.core.config.padding_idx)
             x_BmH, aux_losses = self.core.features(tokens_Bm)
@@ -262,17 +261,17 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
             loss=loss, aux_loss=aux_loss, logits=logits, past_key_values=past_key_values if wants_cache else None
         )
 
-    def _continued(self, input_ids: Tensor, cache: SmlpCache) -> Tensor:
-        """Read the places after those of a cache into it; return their hidden states (B, n, H)."""
-        groups = cache.groups(input_ids)
+    def _continued(self, input_ids: Tensor, cache: SmlpCache) -> tuple[Tensor, dict[str, Tensor]]:
+        """Read the places after those of a cache into it; return hidden states (B, n, H) and losses."""
+        groups, aux_losses = cache.groups(input_ids), {}
         if cache.starts_B is None:
-            x_BnH, _ = self.core.features(*groups[0])
+            x_BnH, aux_losses = self.core.features(*groups[0])
         else:
             # a sequence that begins later has no token here
             x_NH = self.core.features_of([group for group in groups if group[0].size(1)])
             x_BnH = joined(x_NH, [tokens.size(1) for tokens, _ in groups], input_ids.size(1))
         cache.length += input_ids.size(1)
-        return x_BnH
+        return x_BnH, aux_losses
 
     def _loss(
         self,

@@ -26,6 +26,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from timm.data.readers.img_extensions import get_img_extensions
 from torch.utils.flop_counter import FlopCounterMode
 
 from smlp.errors import UserError
@@ -297,9 +298,10 @@ def _settle(comparison: Comparison, path: Path) -> None:
 
 
 def _digest(folder: Path) -> str:
-    """Return a checksum of the names and sizes of all files below a folder."""
-    paths = [Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names]
-    rows = sorted((str(path.relative_to(folder)), path.lstat().st_size) for path in paths)
+    """Return a checksum of the names and sizes of all images: ``SPLIT/CLASS/IMAGE``."""
+    endings = get_img_extensions()
+    images = (path for path in folder.glob("*/*/*") if path.suffix.lower() in endings and path.is_file())
+    rows = sorted((str(path.relative_to(folder)), path.stat().st_size) for path in images)
     return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 

@@ -175,6 +175,10 @@ def test_models_that_have_no_mean_are_named(tmp_path: Path, capsys) -> None:
             ["of different models", "is hash in one and base in the other"],
         ),
     }
+    (tmp_path / "dictionary").mkdir()
+    (tmp_path / "dict.txt").write_text("a 1\nb 1\n")
+    (tmp_path / "dictionary" / "dict.txt").write_text("b 1\na 1\n")
+    others["dictionary"] = (save(tmp_path / "dictionary", "hash_lm_tiny", "a.pt"), ["have different dictionaries"])
     for other, words in others.values():
         error = refused(capsys, "average", first, other, "-o", tmp_path / "mean.pt")
         assert all(word in error for word in [str(first), str(other), *words]), error

@@ -312,7 +312,7 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats, c
     assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 1
     for name in ("report.md", "report.json"):
         (out / "there" / name).unlink()
-    (out / "there" / "tables").mkdir()
+    (out / "there" / "tables").mkdir()  # not of an interrupted report, which begins with its JSON
     assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 1
     assert "there has a tables of something else" in capsys.readouterr().err
     shutil.rmtree(out / "there")

@@ -288,6 +288,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
         ({"ffn_dim": 64}, "does not fit its configuration"),
         ({"router": "none"}, "router must be one of"),
         ({"router": None}, "config.json is damaged: router is null"),
+        ({"num_updates": 10**400}, "config.json is damaged: num_updates is no number of updates"),
         ({"vocab_size": 99}, "vocab_size is 99, but the weights have 14"),
         ({"bos_token_id": 5}, "bos_token_id must be 0 or 2, got 5"),
     ):

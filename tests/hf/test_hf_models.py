@@ -216,10 +216,37 @@ def test_masks_that_do_not_fit_are_refused(plain):
         plain(tokens[:1, :1], attention_mask=whole[:1], past_key_values=plain(tokens).past_key_values)
 
 
-def test_a_cache_has_no_auxiliary_losses(plain):
+def test_auxiliary_losses_do_not_depend_on_the_cache():
+    model, tokens = copy.deepcopy(wrapped(make("switch"))).train(), random_tokens(2, 6)
+    found = [model(tokens, labels=tokens, use_cache=use_cache) for use_cache in (True, False)]
+    assert found[0].aux_loss == found[1].aux_loss != 0 and torch.allclose(found[0].loss, found[1].loss)
+    mask = torch.ones_like(tokens)
+    mask[1, 0] = 0
+    with pytest.raises(ValueError, match="padded labels in training need use_cache=False"):
+        model(tokens, attention_mask=mask, labels=tokens, use_cache=True)
+
+
+def test_a_cache_that_is_reset_knows_no_padding(plain):
     tokens = random_tokens(2, 6)
-    with pytest.raises(ValueError, match="labels in training need use_cache=False"):
-        copy.deepcopy(plain).train()(tokens, labels=tokens, use_cache=True)
+    mask = torch.ones_like(tokens)
+    mask[1, 0] = 0
+    cache = plain(tokens, attention_mask=mask).past_key_values
+    with pytest.raises(ValueError, match="the cache is of 2 sequences, and this batch has 1"):
+        plain(tokens[:1, :1], past_key_values=cache)
+    cache.reset()
+    torch.testing.assert_close(plain(tokens, past_key_values=cache).logits, plain(tokens).logits)
+
+
+def test_a_trainer_that_smooths_labels_shifts_them(plain, tmp_path):
+    """Trainer knows models whose labels are shifted by a list of names."""
+    from transformers import Trainer, TrainingArguments
+
+    options = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[])
+    tokens = random_tokens(2, 6)
+    loss = Trainer(copy.deepcopy(plain), options).compute_loss(plain, {"input_ids": tokens, "labels": tokens.clone()})
+    log_probs = plain(tokens).logits[:, :-1].log_softmax(-1)
+    of_labels = log_probs.gather(2, tokens[:, 1:, None]).mean()
+    torch.testing.assert_close(loss, -0.9 * of_labels - 0.1 * log_probs.mean())
 
 
 def test_a_folder_that_lacks_weights_is_refused(plain, tmp_path):

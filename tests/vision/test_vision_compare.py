@@ -85,7 +85,13 @@ def test_other_images_and_a_folder_of_something_else(digits, tmp_path, in_proces
     assert f"--out {out} has a results.md of something else" in capsys.readouterr().err
     (out / "results.md").unlink()
     assert run(write(tmp_path, images, seeds="[1]"), out) == 0
-    next((images / "train" / "3").iterdir()).unlink()
+    (images / ".DS_Store").touch()
+    assert run(write(tmp_path, images, seeds="[1]"), out) == 0, "only images count"
+    image = next((images / "train" / "3").iterdir())
+    image.rename(tmp_path / "image.png")
+    image.symlink_to(tmp_path / "image.png")
+    assert run(write(tmp_path, images, seeds="[1]"), out) == 0
+    shutil.copy(next((images / "train" / "4").iterdir()), tmp_path / "image.png")
     assert run(write(tmp_path, images), out) == 1
     assert f"{out} was made with images = " in capsys.readouterr().err
 

@@ -53,6 +53,8 @@ def write_report(results: Results, to: Path | None = None, baselines: Sequence[s
         (to / TABLES).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make folder {to / TABLES}: {error.strerror}") from None
+    if not (to / "report.json").exists():
+        write_whole(to / "report.json", b'{"data_order": null}\n')  # an interrupted report is one of ours
     pictures = write_figures(results, to)
     for table in tables.values():
         if table.rows:
