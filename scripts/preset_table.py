@@ -7,6 +7,7 @@ All of our numbers follow from smlp.costs.formula, which the tests hold against 
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -347,5 +348,6 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")
     print(f"wrote {PAGE}")

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import sys
 import time
 import traceback
@@ -30,6 +31,7 @@ from data_prep.corpus import MANIFEST, describe_splits
 from smlp.errors import UserError
 from smlp.evaluation.curves import draw_curves, read_training_log
 from smlp.evaluation.perplexity import Perplexity, measure_text
+from smlp.files import check_no_other
 from smlp.text.binarized import read_fairseq_tokens
 from smlp.text.ngram import NGramModel
 from smlp.text.tokenizer import Vocabulary
@@ -220,8 +222,8 @@ def main() -> None:
     announce(6, f"three continuations by {SPARSE}")
     sample(folders[SPARSE], tuple(options.prompt or PROMPTS))
     minutes = (time.perf_counter() - start) / 60
-    best = os.path.relpath(folders[SPARSE] / "checkpoint_best.pt")
-    data_path = os.path.relpath(data)
+    best = shlex.quote(os.path.relpath(folders[SPARSE] / "checkpoint_best.pt"))
+    data_path = shlex.quote(os.path.relpath(data))
     print(f"""
 done in {minutes:.1f} minutes. Checkpoints: {", ".join(os.path.relpath(run) for run in folders.values())}
 the next three commands to try (after: source {os.path.relpath(ROOT / ".venv/bin/activate")}):
@@ -249,6 +251,10 @@ def check_settings(options: argparse.Namespace) -> None:
     is_new = not (options.out / "settings.json").is_file()
     is_fresh = is_new or not data.is_file()
     holds_others = is_new and text.is_dir() and any(text.iterdir())
+    if is_new:
+        check_no_other(
+            options.out, ("pieces", "data", "num_updates", "result.md", "result.json", "curves.png", *MODELS)
+        )
     if not options.splits and (holds_others or any(text in Path(name).parents for name in settings["text"])):
         raise UserError(f"{text} has files of yours, and the text of the run would go there: name another --out")
     if is_fresh and not options.splits:

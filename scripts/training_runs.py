@@ -55,6 +55,8 @@ def settle(out: Path, settings: dict, is_fresh: bool) -> None:
     """Record what a run folder is made with, and refuse one that was made with other settings, whose parts would be
     mixed up with new ones; ``is_fresh`` if it holds no parts yet."""
     path = out / "settings.json"
+    if path.is_file() and not any(f'"{name}"' in path.read_text(errors="replace") for name in settings):
+        raise UserError(f"{path} is of something else: choose another folder with --out")
     if is_fresh or not path.is_file():
         path.write_text(json.dumps(settings, indent=2))
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 import time
@@ -225,4 +226,4 @@ def _facts(out: Path, manifest: dict[str, Any], num_shards: int, seconds: float)
     tokens = sum(row["tokens"] for row in manifest["splits"].values())
     folders = ":".join(str(out / folder) for folder in shard_folders(num_shards))
     without = "" if "valid" in manifest["splits"] else " --disable-validation (there is no split valid: see --valid)"
-    return [*lines, f"{tokens / seconds:,.0f} tokens/s; to train: smlp train {folders}{without}"]
+    return [*lines, f"{tokens / seconds:,.0f} tokens/s; to train: smlp train {shlex.quote(folders)}{without}"]

@@ -186,9 +186,14 @@ def output_paths(folder: Path, rows: Sequence[dict[str, Any]], named_by: Path) -
     """Return the paths of the outputs that ``named_by``, a manifest or a record of a part, lists in ``rows``.
 
     Raises:
-        UserError: a name leads out of the folder.
+        UserError: a name leads out of the folder, by itself or through a link.
     """
-    return [folder / name_below(row["name"], str(named_by)) for row in rows]
+    paths = [folder / name_below(row["name"], str(named_by)) for row in rows]
+    root = folder.resolve()
+    for parent in {path.parent for path in paths}:
+        if not parent.resolve().is_relative_to(root):
+            raise UserError(f"{named_by} names a file in {parent}, which would lie outside its folder through a link")
+    return paths
 
 
 def is_whole(folder: Path, inputs: list[dict[str, Any]] | None = None) -> bool:

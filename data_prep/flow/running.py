@@ -74,6 +74,9 @@ def begin(
         UserError: the folder was made by another step or with other settings, or holds something else.
     """
     state = run.out / STATE
+    for place, folders, files in os.walk(state.parent if state.is_symlink() else state):
+        if link := next((name for name in (*folders, *files) if os.path.islink(os.path.join(place, name))), None):
+            raise UserError(f"{os.path.join(place, link)} is a link: no step made it, and its records would go there")
     wanted = {"step": step, "settings": json.loads(json.dumps(settings))}
     record = state / SETTINGS
     # list files before the record: another share writes its record first

@@ -7,6 +7,7 @@ import ast
 import importlib
 import math
 import os
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -290,7 +291,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def _plot_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint of smlp vision train or timm")
     parser.add_argument(
-        "--out", type=Path, default=Path("plots"), metavar="DIR", help="folder for the pictures (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("plots"),
+        metavar="DIR",
+        help="folder of pictures, which are replaced (default: %(default)s)",
     )
     parser.add_argument(
         "--format", choices=("png", "svg"), default="png", help="file format of the pictures (default: png)"
@@ -440,8 +445,8 @@ def _data(args: argparse.Namespace) -> int:
     channels = "" if len(facts["mean"]) == 3 else " --in-chans 1"
     mean, std = (" ".join(f"{value:g}" for value in facts[name]) for name in ("mean", "std"))
     print(
-        f"to train:\n  smlp vision train --data-dir {args.out} --model MODEL --img-size {facts['size']}{channels} "
-        f"--mean {mean} --std {std} --crop-pct 1"
+        f"to train:\n  smlp vision train --data-dir {shlex.quote(str(args.out))} --model MODEL "
+        f"--img-size {facts['size']}{channels} --mean {mean} --std {std} --crop-pct 1"
     )
     return 0
 

@@ -73,10 +73,17 @@ class Folder:
         Raises:
             UserError: the message names the split.
         """
-        older = read_json(self.data, DATA)["splits"] if self.data.is_file() else {}
+        if not self.data.is_file():
+            return
+        older = read_json(self.data, DATA)
+        before, after = older.get("dictionary_sha256"), described["dictionary_sha256"]
+        _check_same(self.path, "the sha256 of dict.txt", before or after, after)
         for name, split in described["splits"].items():
-            if older.get(name) and "sha256" in older[name]:
-                _check_same(self.path, f"the sha256 of {name}", older[name]["sha256"], split["sha256"])
+            keys = ("sha256", "words", "bytes") if older["splits"].get(name) else ()
+            for key, value in ((key, split.get(key)) for key in keys):
+                before = older["splits"][name].get(key)
+                if None not in (before, value):  # a tokenizer may be added
+                    _check_same(self.path, f"the {key} of {name}", before, value)
 
 
 class RunFolder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import signal
 from collections import Counter
@@ -249,8 +250,17 @@ def _zeroshot_of(experiment: Experiment) -> dict[str, Any] | None:
     return {
         "data": str(wanted.zeroshot_data),
         "tasks": list(wanted.zeroshot_tasks),
+        "sha256": _digest(wanted.zeroshot_data),
         "options": option_words(wanted.zeroshot_options),
     }
+
+
+def _digest(folder: Path) -> str:
+    """Return a checksum of all files of tasks below a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def run_here(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -207,5 +208,5 @@ def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedMod
     for name in left_out:
         print(f"not trained: {name}: every run of its grid failed", flush=True)
     done = list(states.values()).count(DONE)
-    print(f"{done} of {len(runs)} runs are done: smlp compare report {folder.path}", flush=True)
+    print(f"{done} of {len(runs)} runs are done: smlp compare report {shlex.quote(str(folder.path))}", flush=True)
     return 1 if failed or missing or left_out else 0

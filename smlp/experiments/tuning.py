@@ -26,7 +26,7 @@ def at_edge(values: Sequence[Any], chosen: Mapping[str, Any]) -> list[str]:
 
 
 def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[PlannedRun], folder: Folder) -> dict:
-    """Choose the value with the lowest validation loss for each model, and write ``tuned.json``."""
+    """Choose the value with the lowest loss on the first subset for each model, and write ``tuned.json``."""
     chosen, results = best(experiment, models, runs, folder)
     tuning = experiment.tuning
     write_json(
@@ -55,7 +55,7 @@ def best(
         results[run.model.name][value] = None
         if own.state()["state"] == DONE:
             try:
-                valid = read_training_log(own.log, run.name).valid
+                valid = read_training_log(own.log, run.name, experiment.evaluation.subsets[0]).valid
             except UserError:  # no finite loss
                 valid = ()
             is_last = valid and valid[-1].num_updates == run.updates  # a diverged run has no validation at the end

@@ -26,6 +26,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from timm.data import resolve_data_config
 from timm.data.readers.img_extensions import get_img_extensions
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -44,10 +45,12 @@ from smlp.experiments.report.table import (
     mean_cell,
 )
 from smlp.experiments.yaml_file import Section, read_yaml, shown
+from smlp.fairseq_compat.arguments import without_options
 from smlp.files import check_no_other, read_text, write_whole
 from smlp.launch.local import this_program
 from smlp.launch.machine import num_cores
 from smlp.vision.checkpoints import create_model
+from smlp.vision.data import class_names, open_split
 from smlp.vision.setup import LAST, SUMMARY
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ TOLERANCE = 0.03
 _DONE = "done.json"
 _REPORTED = ("eval_top1", "train_images_per_second")
 _RECORDED = {"data": str, "options": [str], "models": Each([str])}
+_MOST_READ = 1 << 30  # bytes of images whose contents are compared
 _MOST_SEED = 2**31 - 1  # of smlp vision train
 _MOST_NAME = 200  # bytes; -s SEED.log is added
 #: what the runner decides itself
@@ -141,16 +145,14 @@ def costs(comparison: Comparison, parse: Callable[[list[str]], Namespace]) -> di
         comparison: what to compare.
         parse: reads the words of ``smlp vision train``.
     """
-    folder = Path(comparison.data) / "train"
-    num_classes = sum(one.is_dir() for one in folder.iterdir()) if folder.is_dir() else 0
     found = {}
     for name, words in comparison.models.items():
         args = parse(["--data-dir", comparison.data, *comparison.options, *words])
-        args.num_classes = args.num_classes or num_classes
+        if not args.num_classes and Path(comparison.data).is_dir():
+            args.num_classes = len(class_names(open_split(comparison.data, args.train_split, None)))
         model = create_model(args).eval()
-        side = args.img_size or model.pretrained_cfg["input_size"][-1]  # type: ignore[index, union-attr]
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(torch.zeros(1, args.in_chans or 3, side, side))
+            model(torch.zeros(1, *resolve_data_config(vars(args), model=model)["input_size"]))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         found[name] = {"flops": counter.get_total_flops(), "parameters": parameters}
     return found
@@ -183,7 +185,10 @@ class _RunChain(Chain):
             return None
         self.started = True
         last = self.folder / LAST
-        words = [*this_program(), "vision", "train", *self.words, *(["--resume", str(last)] if last.is_file() else [])]
+        words = [*this_program(), "vision", "train", *self.words]
+        if last.is_file():
+            words = [*without_options(words, "--initial-checkpoint"), "--resume", str(last)]
+            words = [word for word in words if word != "--change-resolution"]
         threads = {"OMP_NUM_THREADS": str(self.threads)}
         return Step(self.folder.name, words, self.folder.parent / f"{self.folder.name}.log", threads)
 
@@ -298,11 +303,16 @@ def _settle(comparison: Comparison, path: Path) -> None:
 
 
 def _digest(folder: Path) -> str:
-    """Return a checksum of the names and sizes of all images: ``SPLIT/CLASS/IMAGE``."""
+    """Return a checksum of ``SPLIT/CLASS/IMAGE``: of the contents, or of names and sizes if they are many bytes."""
     endings = get_img_extensions()
-    images = (path for path in folder.glob("*/*/*") if path.suffix.lower() in endings and path.is_file())
-    rows = sorted((str(path.relative_to(folder)), path.stat().st_size) for path in images)
-    return hashlib.sha256(repr(rows).encode()).hexdigest()
+    images = sorted(path for path in folder.glob("*/*/*") if path.suffix.lower() in endings and path.is_file())
+    rows: list[tuple[str, Any]] = [(str(path.relative_to(folder)), path.stat().st_size) for path in images]
+    if sum(size for _, size in rows) <= _MOST_READ:
+        rows = [(name, path.read_bytes()) for (name, _), path in zip(rows, images, strict=True)]
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr(row).encode())
+    return digest.hexdigest()
 
 
 def finished_runs(out: Path, names: Iterable[str], seeds: Iterable[int]) -> dict[str, dict[int, list[dict[str, str]]]]:

@@ -80,6 +80,8 @@ def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
     """
     before = checkpoint.get("args")
     classes = getattr(before, "classes", args.classes)
+    if not isinstance(classes, list):
+        raise UserError(f"--resume {args.resume} is damaged: its classes are {classes!r:.40}")
     if classes != args.classes:
         pairs = zip_longest(classes, args.classes, fillvalue="none")
         was, now = next((old, new) for old, new in pairs if old != new)
@@ -87,6 +89,7 @@ def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
             f"--resume {args.resume} was trained on other classes ({was!r} where {args.data_dir} has {now!r}): start "
             "from its weights with --initial-checkpoint"
         )
+    args.model_kwargs = args.model_kwargs or getattr(before, "model_kwargs", {})
     if getattr(before, "model_ema", False) and not args.model_ema:
         raise UserError(f"--resume {args.resume} has an average of its weights, which would be lost: give --model-ema")
     for name in _OF_THE_CHECKPOINT:
@@ -97,6 +100,23 @@ def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
                 f"--resume {args.resume} goes on with its model and optimizer, and {option} was {was}, not {now}: "
                 f"give {option} as it was, or start from the weights with --initial-checkpoint"
             )
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> list[set[str]]:
+    """Return which settings of each group of an optimizer are numbers."""
+    return [
+        {name for name, value in group.items() if isinstance(value, (int, float))} for group in optimizer.param_groups
+    ]
+
+
+def _fits(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether moments have the shapes of their parameters."""
+    return all(
+        state[name].shape == parameter.shape
+        for parameter, state in optimizer.state.items()
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+        if isinstance(state.get(name), torch.Tensor) and state[name].dim() > 0
+    )
 
 
 class Training:
@@ -151,9 +171,16 @@ class Training:
         if checkpoint is not None:
             if "optimizer" not in checkpoint:
                 raise UserError(f"--resume {args.resume} holds only weights: start from it with --initial-checkpoint")
-            if not isinstance(checkpoint.get("epoch", 0), int):
+            if not isinstance(checkpoint.get("epoch", 0), int) or checkpoint.get("epoch", 0) < 0:
                 raise UserError(f"--resume {args.resume} is damaged: its epoch is {checkpoint['epoch']!r:.99}")
-            epoch = resume_checkpoint(self.model, args.resume, self.optimizer, self.scaler, log_info=False)
+            numbers = _numbers(self.optimizer)
+            try:
+                epoch = resume_checkpoint(self.model, args.resume, self.optimizer, self.scaler, log_info=False)
+            except Exception as error:  # of torch, which trusts the state
+                raise UserError(f"--resume {args.resume} is damaged: {type(error).__name__}: {error}") from None
+            found = _numbers(self.optimizer)
+            if not all(own <= given for own, given in zip(numbers, found, strict=True)) or not _fits(self.optimizer):
+                raise UserError(f"--resume {args.resume} is damaged: its optimizer does not fit the model")
             self.first_epoch = int(epoch or 0)
         self.average = None
         if args.model_ema:

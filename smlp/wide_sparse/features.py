@@ -69,6 +69,10 @@ def compare_checkpoints(
     if config["input_size"] != other["input_size"]:
         sizes = [" x ".join(map(str, one["input_size"])) for one in (config, other)]
         raise UserError(f"{first} and {second} must take the same images, got {sizes[0]} and {sizes[1]}")
+    if different := [name for name in ("crop_pct", "crop_mode", "interpolation") if config[name] != other[name]]:
+        name = different[0]
+        raise UserError(f"{first} and {second} must take the same images: {name} is {config[name]} and {other[name]}")
+    models[1].register_forward_pre_hook(_normalised_for(other, config))
     dataset = open_split(data_dir, split, args.classes, config["input_size"][0])
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
     dataset.reader.samples = [dataset.reader.samples[place] for place in order]
@@ -80,3 +84,14 @@ def compare_checkpoints(
         raise UserError(f"{data_dir} has {len(dataset)} images in {split}, less than --batch-size {batch_size}")
     found["images"] = found.pop("inputs")
     return found
+
+
+def _normalised_for(config: dict[str, Any], given: dict[str, Any]) -> Callable[..., tuple[Tensor]]:
+    """Return a hook that takes images in the normalisation of ``given`` to that of ``config``, of a model's data."""
+    channels = config["input_size"][0]
+    mean, std, given_mean, given_std = (
+        torch.tensor(values if len(values) == channels else [sum(values) / len(values)]).view(1, -1, 1, 1)
+        for one in (config, given)
+        for values in (one["mean"], one["std"])  # timm takes the average for images of other channels
+    )
+    return lambda module, inputs: (((inputs[0] * given_std + given_mean) - mean) / std,)

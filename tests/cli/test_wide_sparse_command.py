@@ -93,6 +93,19 @@ def test_cka_of_two_checkpoints(tmp_path, capsys):
     assert main(["wide-sparse", "cka", paths[0], paths[0], *options, "--json", str(file)]) == 0
     same = json.loads(file.read_text())["cka"]
     assert all(same[i][i] == pytest.approx(1) for i in range(4))
+    content = torch.load(paths[0], weights_only=False)
+    content["args"].__dict__.update(mean=[0.9] * 3, std=[0.05] * 3)
+    torch.save(content, other := str(tmp_path / "other.pth.tar"))
+    found = []
+    for pair in ([paths[0], other], [other, paths[0]]):
+        assert main(["wide-sparse", "cka", *pair, *options, "--json", str(file)]) == 0
+        found.append(torch.tensor(json.loads(file.read_text())["cka"]))
+    torch.testing.assert_close(found[0], found[1].T)  # each model gets the images as it wants them
+    assert (found[0].diagonal() - 1).abs().max() > 1e-3
+    content["args"].crop_pct = 0.5
+    torch.save(content, other)
+    assert main(["wide-sparse", "cka", paths[0], other, *options]) == 1
+    assert "must take the same images: crop_pct is" in capsys.readouterr().err
     assert main(["wide-sparse", "cka", *paths, *options[:-1], "16"]) == 1
     assert "has 8 images in validation, less than --batch-size 16" in capsys.readouterr().err
     content = torch.load(paths[1], weights_only=False)

@@ -450,7 +450,13 @@ def test_a_folder_of_other_work_is_not_touched(source, tmp_path):
     letter = tmp_path / "mine" / "letter.txt"
     (tmp_path / "new" / STATE).mkdir(parents=True)
     (tmp_path / "new" / STATE / "lock").symlink_to(letter)
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(UserError, match="is a link: no step made it"):
+        run_upper(source, StepRun(tmp_path / "new", quiet=True))
+    with pytest.raises(OSError, match="symbolic links"), _lock(StepRun(tmp_path / "new", quiet=True)):
+        pass
+    shutil.rmtree(tmp_path / "new" / STATE)
+    (tmp_path / "new" / STATE).symlink_to(letter.parent)
+    with pytest.raises(UserError, match="is a link: no step made it"):
         run_upper(source, StepRun(tmp_path / "new", quiet=True))
     assert letter.read_text() == "dear"
 
@@ -646,6 +652,10 @@ def test_records_cannot_name_files_elsewhere(tmp_path):
         (out / "manifest.json").write_text(json.dumps({**whole, "outputs": row["outputs"]}))
         with pytest.raises(UserError, match="would lie outside its folder"):
             is_whole(out)
+    (out / "link").symlink_to(tmp_path)
+    (out / "manifest.json").write_text(json.dumps({**whole, "outputs": [{"name": "link/mine.txt", "bytes": 18}]}))
+    with pytest.raises(UserError, match="outside its folder through a link"):
+        is_whole(out)
 
 
 @pytest.mark.parametrize(

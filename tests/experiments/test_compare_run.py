@@ -179,6 +179,11 @@ def test_other_held_out_text_is_refused(experiment, tiny_data, tmp_path):
     other.write_text(path.read_text().replace(str(tiny_data), str(tmp_path / "bin")))
     done = run_python("-m", "smlp", "compare", "run", other, "--quick", "--out", out)
     assert done.rc == 1 and "was made with the sha256 of valid = " in done.stderr
+    shutil.copytree(tiny_data, tmp_path / "bin", dirs_exist_ok=True)
+    lines = (tiny_data / "dict.txt").read_text().splitlines()
+    (tmp_path / "bin" / "dict.txt").write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
+    done = run_python("-m", "smlp", "compare", "run", other, "--quick", "--out", out)
+    assert done.rc == 1 and "was made with the sha256 of dict.txt = " in done.stderr
 
 
 def test_dry_run_says_what_is_left(experiment):

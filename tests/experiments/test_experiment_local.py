@@ -69,6 +69,11 @@ def test_the_grid_chooses_the_lowest_validation_loss(planned):
     assert record["option"] == "--lr" and record["values"] == [0.001, 0.002]
     assert record["results"] == {"a": {"0.001": 32.0, "0.002": 16.0}, "b": {"0.001": 8.0, "0.002": None}}
     assert [run.recipe for run in main_runs(experiment, models, record["chosen"])] == [{"lr": 0.002}, {"lr": 0.001}]
+    for run in runs:  # the first subset chooses, whatever its name
+        if (own := folder.run(run.folder)).log.is_file():
+            own.log.write_text(own.log.read_text().replace("valid_", "test_"))
+    other = replace(experiment, evaluation=replace(experiment.evaluation, subsets=("test",)))
+    assert choose(other, models, runs, folder) == {"a": 0.002, "b": 0.001}
 
 
 @pytest.mark.parametrize("bits", [1500.0, math.inf, math.nan])
@@ -243,6 +248,8 @@ def test_answers_to_other_tasks_are_not_there_yet(planned, tmp_path):
     assert what_is_not_scored(chain.experiment, own, 0) is None
     for other in (text.replace("limit: 3", "limit: 4"), text.replace("[copa]", "[copa, piqa]")):
         assert what_is_not_scored(planned(other)[0], own, 0) == "zeroshot", other
+    (tmp_path / "tasks" / "copa.jsonl").write_text("{}\n")  # the records have changed
+    assert what_is_not_scored(chain.experiment, own, 0) == "zeroshot"
 
 
 def test_positions_are_those_of_all_models_also_where_one_is_not_scored(planned, monkeypatch):

@@ -66,6 +66,11 @@ def test_quickstart_leaves_a_users_folder_alone(tiny_text, tmp_path, refused):
     for words in (["--text", str(mine)], ["--text", str(tiny_text / "train.txt")]):
         assert "has files of yours" in refused([*script, *words])
         (tmp_path / "settings.json").unlink(missing_ok=True)
+    (tmp_path / "settings.json").write_text('{"theme": "dark"}')
+    assert "settings.json is of something else" in refused([*script, "--splits", str(tiny_text)])
+    (tmp_path / "settings.json").unlink()
+    (tmp_path / "result.md").touch()
+    assert "has a result.md of something else" in refused([*script, "--splits", str(tiny_text)])
     (tmp_path / "settings.json").write_text("{}")
     assert "has files of yours" in refused([*script, "--text", str(mine)]) and mine.is_file()
 

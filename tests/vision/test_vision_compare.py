@@ -96,12 +96,31 @@ def test_other_images_and_a_folder_of_something_else(digits, tmp_path, in_proces
     assert f"{out} was made with images = " in capsys.readouterr().err
 
 
+def test_costs_are_those_of_the_model_that_is_trained(digits, tmp_path, capsys):
+    images = shutil.copytree(digits, tmp_path / "images")
+    assert run(write(tmp_path, images), tmp_path / "out", "--dry-run") == 0
+    whole = capsys.readouterr().out.splitlines()[0]
+    (images / "train" / "empty").mkdir()
+    (images / "train").rename(images / "training")
+    assert run(write(tmp_path, images), tmp_path / "out", "--dry-run") == 0
+    assert capsys.readouterr().out.splitlines()[0] == whole
+
+
 def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, in_process, capsys):
     out, path = tmp_path / "out", write(tmp_path, digits, seeds="[1]")
     assert run(path, out) == 0
     (out / "runs" / "first-s1" / "done.json").unlink()
     assert run(path, out) == 0
     assert in_process[-1][-2:] == ["--resume", str(out / "runs" / "first-s1" / "last.pth.tar")]
+    shutil.copy(in_process[-1][-1], tmp_path / "start.pth.tar")
+    started, other = (
+        write(tmp_path, digits, seeds="[1]", more=f"--initial-checkpoint {tmp_path}/start.pth.tar"),
+        tmp_path / "b",
+    )
+    assert run(started, other) == 0 and "--initial-checkpoint" in in_process[-1]
+    (other / "runs" / "second-s1" / "done.json").unlink()
+    assert run(started, other) == 0 and "--initial-checkpoint" not in in_process[-1]
+    write(tmp_path, digits, seeds="[1]")
     (out / "runs" / "second-s1" / "done.json").unlink()
     (out / "runs" / "second-s1" / "last.pth.tar").write_bytes(b"damaged")
     assert run(path, out) == 1

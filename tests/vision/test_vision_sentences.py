@@ -431,6 +431,8 @@ def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
         ),
         ("epoch", "x", "damaged.pth.tar is damaged: its epoch is 'x'"),
         ("epoch", float("nan"), "damaged.pth.tar is damaged: its epoch is nan"),
+        ("epoch", -5, "damaged.pth.tar is damaged: its epoch is -5"),
+        ("optimizer", 5, "damaged.pth.tar is damaged: AttributeError"),
     ):
         content = torch.load(trained, weights_only=False)
         content[name] = value
