@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from data_prep.flow.streams import sha256_of
 from smlp.errors import UserError
 from smlp.evaluation.report import decoded_sizes
 from smlp.experiments.folder import Folder
@@ -105,7 +106,7 @@ def _check_same_text(text: TextSource, folder: Folder) -> None:
     record = folder.path / "text.json"
     wanted = {"source": text.source, "files": [str(path) for path in text.files], "vocab_size": text.vocab_size}
     if all(path.is_file() for path in text.files):
-        wanted["sha256"] = [hashlib.sha256(path.read_bytes()).hexdigest() for path in text.files]
+        wanted["sha256"] = [sha256_of(path) for path in text.files]
     if not record.is_file():
         write_json(record, wanted)
     found = read_json(record)

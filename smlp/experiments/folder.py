@@ -76,14 +76,13 @@ class Folder:
         if not self.data.is_file():
             return
         older = read_json(self.data, DATA)
-        before, after = older.get("dictionary_sha256"), described["dictionary_sha256"]
-        _check_same(self.path, "the sha256 of dict.txt", before or after, after)
+        facts = [("sha256 of dict.txt", older.get("dictionary_sha256"), described["dictionary_sha256"])]
         for name, split in described["splits"].items():
-            keys = ("sha256", "words", "bytes") if older["splits"].get(name) else ()
-            for key, value in ((key, split.get(key)) for key in keys):
-                before = older["splits"][name].get(key)
-                if None not in (before, value):  # a tokenizer may be added
-                    _check_same(self.path, f"the {key} of {name}", before, value)
+            found = older["splits"].get(name) or {}
+            facts += [(f"{key} of {name}", found.get(key), split.get(key)) for key in ("sha256", "words", "bytes")]
+        for what, before, after in facts:
+            if None not in (before, after):  # a split or a tokenizer may be added
+                _check_same(self.path, f"the {what}", before, after)
 
 
 class RunFolder:

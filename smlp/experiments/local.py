@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
+import functools
 import os
 import signal
 from collections import Counter
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.flow.streams import sha256_of
 from smlp.errors import UserError
+from smlp.evaluation.zeroshot.readers import READERS
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder
 from smlp.experiments.json_files import SCORES, read_json
 from smlp.experiments.plan import PlannedRun, not_done, training_words
@@ -247,20 +249,20 @@ def _zeroshot_of(experiment: Experiment) -> dict[str, Any] | None:
     wanted = experiment.evaluation
     if wanted.zeroshot_data is None:
         return None
+    readers = [reader for name, reader in READERS.items() if {name, "all"} & set(wanted.zeroshot_tasks)]
+    files = [path for reader in readers for path in reader.files(wanted.zeroshot_data)]
     return {
         "data": str(wanted.zeroshot_data),
         "tasks": list(wanted.zeroshot_tasks),
-        "sha256": _digest(wanted.zeroshot_data),
+        "sha256": {str(path): _checksum(path, path.stat().st_mtime_ns) for path in files},
         "options": option_words(wanted.zeroshot_options),
     }
 
 
-def _digest(folder: Path) -> str:
-    """Return a checksum of all files of tasks below a folder."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        digest.update(f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()
+@functools.cache
+def _checksum(path: Path, mtime_ns: int) -> str:
+    """Return the checksum of a file; it is read once for all runs, as long as it does not change."""
+    return sha256_of(path)
 
 
 def run_here(

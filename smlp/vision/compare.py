@@ -13,6 +13,7 @@ A comparison is a YAML file:
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import io
 import math
@@ -145,11 +146,12 @@ def costs(comparison: Comparison, parse: Callable[[list[str]], Namespace]) -> di
         comparison: what to compare.
         parse: reads the words of ``smlp vision train``.
     """
+    count = functools.cache(lambda split: len(class_names(open_split(comparison.data, split, None))))
     found = {}
     for name, words in comparison.models.items():
         args = parse(["--data-dir", comparison.data, *comparison.options, *words])
         if not args.num_classes and Path(comparison.data).is_dir():
-            args.num_classes = len(class_names(open_split(comparison.data, args.train_split, None)))
+            args.num_classes = count(args.train_split)
         model = create_model(args).eval()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.zeros(1, *resolve_data_config(vars(args), model=model)["input_size"]))

@@ -246,9 +246,14 @@ def test_answers_to_other_tasks_are_not_there_yet(planned, tmp_path):
     chain.ended(Ended(step, 0, 1.0, 1.0, 0.0))
     assert chain.next_step(0) is None and own.state()["message"] is None
     assert what_is_not_scored(chain.experiment, own, 0) is None
-    for other in (text.replace("limit: 3", "limit: 4"), text.replace("[copa]", "[copa, piqa]")):
+    for other in (
+        text.replace("limit: 3", "limit: 4"),
+        text.replace("[copa]", "[copa, piqa]"),
+        text.replace("[copa]", "[all]"),
+    ):
         assert what_is_not_scored(planned(other)[0], own, 0) == "zeroshot", other
-    (tmp_path / "tasks" / "copa.jsonl").write_text("{}\n")  # the records have changed
+    (tmp_path / "tasks" / "copa").mkdir()
+    (tmp_path / "tasks" / "copa" / "val.jsonl").write_text("{}\n")  # the records have changed
     assert what_is_not_scored(chain.experiment, own, 0) == "zeroshot"
 
 
