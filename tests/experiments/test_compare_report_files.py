@@ -79,6 +79,19 @@ def test_a_log_that_was_cut_is_named(out):
     assert list(found) == ["gMLP-s2"] and re.fullmatch(r"train.log ends at update \d\d of 40", found["gMLP-s2"])
 
 
+def test_a_log_that_cannot_be_read_is_named(out, monkeypatch):
+    lost = run_folder(out, "gMLP", 2) / "train.log"
+
+    def refuse(path: Path) -> bytes:
+        if path == lost:
+            raise PermissionError(13, "Permission denied")
+        return path.read_bytes()
+
+    monkeypatch.setattr("smlp.evaluation.curves.read_bytes", refuse)
+    found = {run.name: reason for run, reason in incomplete(read_results(out))}
+    assert list(found) == ["gMLP-s2"] and f"{lost} cannot be read: Permission denied" in found["gMLP-s2"]
+
+
 def test_nothing_done_yet(out):
     shutil.rmtree(out / "runs")
     found = tables(out)

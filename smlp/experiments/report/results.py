@@ -253,7 +253,12 @@ def _run(out: Path, model: Model, seed: int, subset: str, updates: int) -> RunRe
     notes: list[str] = []
     record = read_json_or_note(folder / "run.json", notes, json_files.RUN) or {}
     state = record.get("state", "unknown") if folder.is_dir() else MISSING
-    log = log_records(folder / "train.log") if (folder / "train.log").is_file() else []
+    log: list[dict[str, Any]] = []
+    if (folder / "train.log").is_file():
+        try:
+            log = log_records(folder / "train.log")
+        except UserError as error:
+            notes.append(str(error))
     lines = training_lines(log)
     timeline = read_timeline(read_lines_and_note(folder / "update_times.jsonl", notes, json_files.TIME_LINE), lines)
     order = read_lines_and_note(folder / "data_order.jsonl", notes, json_files.ORDER_LINE)
