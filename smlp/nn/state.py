@@ -93,11 +93,16 @@ class DecodingState:
         """Keep (B, n, C) as the key's next positions; return all of them so far, (B, m, C).
 
         There may be more axes between B and n; values that are read by head should be stored by head.
+
+        Raises:
+            UserError: earlier positions were read by another model, of which ``key`` is no part.
         """
         *leading, num_new, width = x_BnC.shape
         end = self.length + num_new
         buffer_BTC = self._buffers.get(key)
         if buffer_BTC is None:
+            if self.length:
+                raise UserError(f"a decoding state of {self.length} positions belongs to the model that read them")
             room = max_tokens if self.capacity is None else min(self.capacity, max_tokens)
             buffer_BTC = x_BnC.new_empty(*leading, room, width)
             self._buffers[key] = buffer_BTC
@@ -141,6 +146,10 @@ class DecodingState:
         if kept is None:
             return DecodingState(self.capacity)
         return self.select(torch.arange(kept.size(0), device=kept.device))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecodingState:
+        """Return :meth:`clone`: the keys are the model's own layers, of which a copy would be no key."""
+        return self.clone()
 
     def _some_tensor(self) -> Tensor | None:
         """Return any one of the cached tensors, to read the batch size from; None before the first tokens."""

@@ -268,7 +268,7 @@ def test_a_cache_can_be_repeated_and_chosen_from(plain):
             assert (cache.get_seq_length(), cache.get_max_length(), cache.batch_size) == (5, 12, 2)
             cache.batch_repeat_interleave(2)
             cache.batch_select_indices(torch.tensor([3, 0]))
-            found = plain(tokens[[1, 0], 5:], past_key_values=cache).logits
+            found = plain(tokens[[1, 0], 5:], past_key_values=copy.deepcopy(cache)).logits
             torch.testing.assert_close(found[:, 0], full[[1, 0], 5])
             with pytest.raises(NotImplementedError, match="cannot drop its last positions"):
                 cache.crop(1)

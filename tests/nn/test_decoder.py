@@ -10,6 +10,7 @@ from architectures import LANGUAGE_MODELS
 from tiny_decoders import VARIANTS, make, random_tokens
 
 import smlp
+from smlp.errors import UserError
 from smlp.evaluation.leak import randomise
 from smlp.nn.state import DecodingState, ForwardContext
 
@@ -87,6 +88,20 @@ def test_step_by_step_equals_the_full_forward(variant, first):
     scale = full.abs().max()
     assert (torch.cat(steps, dim=1) - full).abs().max() <= 1e-5 * scale
     assert state.length == 12
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_state_can_be_copied_and_belongs_to_one_model(variant):
+    model = make(variant).eval()
+    tokens = random_tokens(2, 12)
+    with torch.no_grad():
+        full, state = model(tokens).logits, DecodingState()
+        model(tokens[:, :8], state)
+        for _ in range(2):  # one prompt, continued twice
+            found = model(tokens[:, 8:], copy.deepcopy(state)).logits
+            torch.testing.assert_close(found, full[:, 8:], rtol=1e-4, atol=1e-5)
+        with pytest.raises(UserError, match="a decoding state of 8 positions belongs to the model that read them"):
+            copy.deepcopy(model)(tokens[:, 8:], state)
 
 
 @pytest.mark.parametrize("arch", [arch for arch in LANGUAGE_MODELS if "leaky" not in arch])
