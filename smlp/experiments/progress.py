@@ -50,8 +50,10 @@ def reached(log: Path) -> Reached:
     updates, train, valid, pace = 0, None, None, None
     for line in lines:
         record = log_record(line)
+        for name in record:
+            if name.endswith("_num_updates"):  # of any subset
+                updates = int(record[name])
         if "valid_num_updates" in record and "valid_loss" in record:
-            updates = int(record["valid_num_updates"])
             valid = of_bits(float(record.get("valid_nll_loss", record["valid_loss"])))
         elif {"num_updates", "update", "loss"} <= record.keys():
             updates, train = int(record["num_updates"]), of_bits(float(record.get("nll_loss", record["loss"])))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.evaluation.curves import read_training_log
+from smlp.evaluation.curves import curve_of, log_records
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.json_files import write_json
 from smlp.experiments.plan import PlannedModel, PlannedRun
@@ -46,18 +46,25 @@ def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequenc
 def best(
     experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[PlannedRun], folder: Folder
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the value with the lowest validation loss for each model, and the losses of all values."""
-    tuning = experiment.tuning
+    """Return the value with the lowest validation loss for each model, and the losses of all values.
+
+    Raises:
+        UserError: a run was not validated on the first subset.
+    """
+    tuning, subset = experiment.tuning, experiment.evaluation.subsets[0]
     results: dict[str, dict[str, float | None]] = {model.name: {} for model in models}
     for run in runs:
         own = folder.run(run.folder)
         value = str(run.recipe[tuning.option])
         results[run.model.name][value] = None
         if own.state()["state"] == DONE:
-            try:
-                valid = read_training_log(own.log, run.name, experiment.evaluation.subsets[0]).valid
-            except UserError:  # no finite loss
-                valid = ()
+            records = log_records(own.log)
+            if not any(f"{subset}_num_updates" in record for record in records):
+                raise UserError(
+                    f"{own.log} has no validation on {subset}, the first of evaluate.subsets, which chooses "
+                    f"{tuning.option}: put the subset first that the grid was trained with"
+                )
+            valid = curve_of(records, run.name, subset).valid  # without losses that are not finite
             is_last = valid and valid[-1].num_updates == run.updates  # a diverged run has no validation at the end
             results[run.model.name][value] = valid[-1].perplexity if is_last else None
     by_text = {str(value): value for value in tuning.values}

@@ -51,6 +51,9 @@ def test_where_a_run_is(tmp_path):
     assert reached(run.log) == Reached(7, 16.0, None)
     log(run, 8, train=4.0, valid=3.0)
     assert reached(run.log) == Reached(8, 16.0, 8.0)
+    with run.log.open("a") as lines:
+        lines.write("\n" + json.dumps({"test_loss": "3.0", "test_num_updates": "9"}))
+    assert reached(run.log) == Reached(9, 16.0, 8.0), "of a run that has no subset called valid"
 
 
 def test_the_grid_chooses_the_lowest_validation_loss(planned):
@@ -74,6 +77,8 @@ def test_the_grid_chooses_the_lowest_validation_loss(planned):
             own.log.write_text(own.log.read_text().replace("valid_", "test_"))
     other = replace(experiment, evaluation=replace(experiment.evaluation, subsets=("test",)))
     assert choose(other, models, runs, folder) == {"a": 0.002, "b": 0.001}
+    with pytest.raises(UserError, match=r"train.log has no validation on valid, the first of evaluate.subsets, which"):
+        choose(experiment, models, runs, folder)
 
 
 @pytest.mark.parametrize("bits", [1500.0, math.inf, math.nan])
@@ -255,6 +260,21 @@ def test_answers_to_other_tasks_are_not_there_yet(planned, tmp_path):
     (tmp_path / "tasks" / "copa").mkdir()
     (tmp_path / "tasks" / "copa" / "val.jsonl").write_text("{}\n")  # the records have changed
     assert what_is_not_scored(chain.experiment, own, 0) == "zeroshot"
+
+
+def test_changed_answers_of_a_task_are_noticed(planned, tmp_path):
+    (tmp_path / "tasks" / "piqa").mkdir(parents=True)
+    (tmp_path / "tasks" / "piqa" / "valid.jsonl").write_text("{}\n")
+    (answers := tmp_path / "tasks" / "piqa" / "valid-labels.lst").write_text("0\n")
+    experiment, models, folder = planned(ZEROSHOT.replace("TASKS", str(tmp_path / "tasks")).replace("copa", "piqa"))
+    own = folder.run(main_runs(experiment, models, {"a": 0.001})[0].folder)
+    own.scores.parent.mkdir(parents=True, exist_ok=True)
+    own.scores.write_text('{"prefix": 0, "subsets": {"valid": {}}}')
+    own.zeroshot.write_text("{}")
+    own.update_state(zeroshot_of=local._zeroshot_of(experiment))
+    assert what_is_not_scored(experiment, own, 0) is None
+    answers.write_text("1\n")
+    assert what_is_not_scored(experiment, own, 0) == "zeroshot"
 
 
 def test_positions_are_those_of_all_models_also_where_one_is_not_scored(planned, monkeypatch):

@@ -141,10 +141,11 @@ class Reader:
         return records
 
     def files(self, data_dir: str | Path) -> list[Path]:
-        """Return the files of all splits that are there."""
+        """Return the files of all splits that are there, and those with the answers to them."""
         folder = Path(data_dir)
         there = [names for names in self.splits.values() if has_one(folder, self.folders, names)]
-        return [find(folder, self.folders, names, self.source) for names in there]
+        records = [find(folder, self.folders, names, self.source) for names in there]
+        return records + [labels for path in records if (labels := labels_beside(path))]
 
     def priming_split(self, data_dir: str | Path) -> str:
         """Return the best existing split for priming, or the best of all if none exists."""
