@@ -61,16 +61,18 @@ class _SmlpModel(PreTrainedModel):
         if isinstance(module, Stack) and "positions" in module._buffers:
             module._compute_positions(module.positions)
 
-    def _initialize_missing_keys(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse folders that lack weights: nothing else would give those values.
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """Refuse folders that lack weights, since nothing else would give those values, and weights left on disk, which
+        accelerate fetches only for modules that read no weights of their parts.
 
         Raises:
-            ValueError: the message names the first of them.
+            ValueError: the message names the first weight that is missing.
         """
-        lacking = [name for name, _ in self.named_parameters() if not _has_values(self, name)]
-        if lacking:
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        if lacking := sorted(loading_info.missing_keys):
             raise ValueError(f"the folder lacks {len(lacking)} weights of the model, such as {lacking[0]}")
-        super()._initialize_missing_keys(*args, **kwargs)
+        if any(weight.is_meta for weight in self.parameters()):
+            raise ValueError("device_map leaves weights on disk, and these models need them in memory")
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """Return the embedding, which is the output matrix too."""
@@ -121,10 +123,6 @@ class _SmlpModel(PreTrainedModel):
             raise ValueError("a model of smlp needs input_ids")
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must be (B, n), got {tuple(input_ids.shape)}")
-
-
-def _has_values(model: PreTrainedModel, name: str) -> bool:
-    return getattr(model.get_parameter(name), "_is_hf_initialized", False)
 
 
 class Alignment:
@@ -231,7 +229,8 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         past = 0 if past_key_values is None else past_key_values.length
         alignment = alignment_of(attention_mask, len(input_ids), past + input_ids.size(1))
         wants_cache = past_key_values is not None or use_cache
-        if wants_cache and labels is not None and self.training and alignment is not None:
+        has_losses = self.training and self.core.config.num_sparse_layers > 0
+        if wants_cache and labels is not None and has_losses and alignment is not None:
             raise ValueError("padded labels in training need use_cache=False: a cache has no losses of routers then")
         if alignment is not None and alignment.has_padding_after:
             if wants_cache:

@@ -1,6 +1,7 @@
 """Models of transformers: logits, padding, losses and generation are those of this package."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -224,6 +225,8 @@ def test_auxiliary_losses_do_not_depend_on_the_cache():
     mask[1, 0] = 0
     with pytest.raises(ValueError, match="padded labels in training need use_cache=False"):
         model(tokens, attention_mask=mask, labels=tokens, use_cache=True)
+    dense = wrapped(make("gmlp")).train()  # has no losses of routers
+    assert math.isfinite(dense(tokens, attention_mask=mask, labels=tokens, use_cache=True).loss)
 
 
 def test_a_cache_that_is_reset_knows_no_padding(plain):
@@ -254,6 +257,15 @@ def test_a_folder_that_lacks_weights_is_refused(plain, tmp_path):
     plain.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ValueError, match=r"lacks \d+ weights of the model, such as core\..*norm.bias"):
         SmlpForCausalLM.from_pretrained(tmp_path)
+
+
+def test_weights_on_disk_are_refused(plain, tmp_path):
+    plain.save_pretrained(tmp_path / "model")
+    parts = (*plain.core.named_children(), *plain.core.named_buffers(recurse=False))
+    places = {f"core.{name}": "disk" if name == "blocks" else "cpu" for name, _ in parts}
+    with pytest.raises(ValueError, match="device_map leaves weights on disk"):
+        SmlpForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "weights")
+    SmlpForCausalLM.from_pretrained(tmp_path / "model", device_map="auto")
 
 
 def test_a_cache_can_be_repeated_and_chosen_from(plain):
