@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import torch
 
 from smlp.checkpoint.lazy import FileVersion, LazyTensor, StoredTensor, as_bytes
-from smlp.checkpoint.torch_file import check_records, is_verifying, of_transformers, write_torch_file
+from smlp.checkpoint.torch_file import check_records, check_values, is_verifying, of_transformers, write_torch_file
 from smlp.config import ModelConfig, flatten
 from smlp.config.presets import FROM_TASK
 from smlp.errors import UserError
@@ -44,6 +44,7 @@ _FILES = "files/"
 #: the only names that files in an export may have, because opening an export writes them to the user's folder
 _TEXT_FILES = (DICTIONARY, *TOKENIZER_FILES)
 _HEADER = struct.Struct("<Q")
+_MOST_HEADER = 100_000_000  # bytes, of the library
 _NO_DIGEST = "0" * 64
 _SAFETENSORS = {
     getattr(torch, dtype): name
@@ -89,7 +90,11 @@ def prefix_of(config: ModelConfig) -> str:
 
 
 def write_export(file: BinaryIO, export: Mapping[str, Any], as_safetensors: bool) -> None:
-    """Write an export piece by piece to a seekable file."""
+    """Write an export piece by piece to a seekable file.
+
+    Raises:
+        UserError: the configuration is too large for a ``.safetensors`` file.
+    """
     if not as_safetensors:
         write_torch_file(file, export)
         return
@@ -107,6 +112,8 @@ def write_export(file: BinaryIO, export: Mapping[str, Any], as_safetensors: bool
     metadata = {"format": "pt", "smlp": json.dumps(facts), "sha256": _NO_DIGEST}
     header = json.dumps({"__metadata__": metadata, **table}).encode()
     header += b" " * (-len(header) % 8)
+    if len(header) > _MOST_HEADER:
+        raise UserError(f"the configuration takes {len(header):,} bytes, and a .safetensors file has {_MOST_HEADER:,}")
     start = _HEADER.pack(len(header)) + header
     digest = hashlib.sha256(start)
     file.write(start)
@@ -223,6 +230,7 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         tensors = stored_tensors(path, header, start)
         content = json.loads(metadata["smlp"])
+        check_values(content, path)
         content |= {
             "weights": {name: tensor for name, tensor in tensors.items() if not name.startswith(_FILES)},
             "files": {name.removeprefix(_FILES): t for name, t in tensors.items() if name.startswith(_FILES)},

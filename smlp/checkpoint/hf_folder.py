@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smlp.checkpoint.content import check_is_ours, config_of
+from smlp.checkpoint.content import check_is_ours, config_of, progress_problems
 from smlp.checkpoint.export import PREFIXES, new_history, new_state, safetensors_header, stored_tensors
 from smlp.checkpoint.lazy import HeldTensor, LazyTensor
 from smlp.checkpoint.load import bytes_of, tokenizer_of
@@ -47,11 +47,11 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
         if name.startswith(_CORE)
     }
     num_updates = options.get("num_updates") or 0
-    if type(num_updates) is not int or not 0 <= num_updates < 1 << 63:
-        raise UserError(f"{path} is damaged: num_updates is no number of updates")
     cfg = {"model": _training_options(options, is_encoder, path)}
     cfg |= {"task": {"_name": "masked_lm" if is_encoder else "language_modeling", "data": None}}
     state = new_state(cfg, model, [new_history(cfg, num_updates)])
+    for problem in progress_problems(state, path):
+        raise UserError(problem)
     check_is_ours(state, path)
     names = (DICTIONARY, *TOKENIZER_FILES)
     files: dict[str, HeldTensor | LazyTensor] = {
@@ -78,7 +78,11 @@ def _check_same_ids(folder: Path, vocabulary: Vocabulary) -> None:
     model, split = (part if isinstance(part := fast.get(name), dict) else {} for name in ("model", "pre_tokenizer"))
     pieces = model.get("vocab")
     if isinstance(pieces, list):  # unigram: pairs of a piece and its score
-        pieces = {row[0]: number for number, row in enumerate(pieces) if isinstance(row, list) and row}
+        pieces = {
+            row[0]: number
+            for number, row in enumerate(pieces)
+            if isinstance(row, list) and row and isinstance(row[0], str)
+        }
     if not isinstance(pieces, dict) or split.get("type") == "ByteLevel":
         return
     for number, symbol in enumerate(vocabulary.symbols):

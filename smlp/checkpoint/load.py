@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,23 @@ from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY, files_of, find_tokenizer
 
 
+def _folders(path: Path, state: Mapping[str, Any]) -> list[Path]:
+    """Return the folders that may have a checkpoint's dictionary: its own, and those of the training data."""
+    task = (state.get("cfg") or {}).get("task")
+    data = task.get("data") if isinstance(task, Mapping) else getattr(task, "data", None)
+    return [path.parent, *(Path(folder) for folder in str(data or "").split(":") if folder)]
+
+
+def dictionary_of(path: Path, state: Mapping[str, Any]) -> Path | None:
+    """Return the dictionary beside a checkpoint, or else the one in the data that it was trained on, if there is one.
+
+    Args:
+        path: of the checkpoint.
+        state: its content.
+    """
+    return next((folder / DICTIONARY for folder in _folders(path, state) if (folder / DICTIONARY).is_file()), None)
+
+
 def _find_files(
     checkpoint: Checkpoint, dictionary: str | Path | None, tokenizer: str | Path | None
 ) -> tuple[Path, Path | None]:
@@ -39,13 +57,10 @@ def _find_files(
     Raises:
         UserError: there is no dictionary.
     """
-    task = checkpoint.state["cfg"].get("task")
-    data = task.get("data") if isinstance(task, Mapping) else getattr(task, "data", None)
-    folders = [checkpoint.path.parent, *(Path(folder) for folder in str(data or "").split(":") if folder)]
-    found = (folder / DICTIONARY for folder in folders if (folder / DICTIONARY).is_file())
-    dictionary = dictionary or next(found, None)
+    folders = _folders(checkpoint.path, checkpoint.state)
+    dictionary = dictionary or dictionary_of(checkpoint.path, checkpoint.state)
     if dictionary is None:
-        places = f"beside {checkpoint.path}" + (f" or in {data}" if data else "")
+        places = f"beside {checkpoint.path}" + "".join(f" or in {folder}" for folder in folders[1:])
         raise UserError(f"no {DICTIONARY} {places}: name it with --dict")
     tokenizer = tokenizer or find_tokenizer([Path(dictionary).parent, *folders])
     return Path(dictionary), tokenizer and Path(tokenizer)

@@ -23,7 +23,7 @@ from smlp.checkpoint.index import (
     size_problem,
 )
 from smlp.checkpoint.lazy import are_equal, as_bytes, mean, rows_of
-from smlp.checkpoint.load import check_beside, text_files, write_beside
+from smlp.checkpoint.load import check_beside, dictionary_of, text_files, write_beside
 from smlp.checkpoint.opened import Checkpoint
 from smlp.checkpoint.parts import detach, write_part
 from smlp.checkpoint.torch_file import write_torch_file
@@ -243,11 +243,11 @@ def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
 
 
 def _dictionary_of(checkpoint: Checkpoint) -> bytes | None:
-    """Return the dictionary in an export, or beside a checkpoint; None if there is none."""
-    beside = checkpoint.path.parent / DICTIONARY
+    """Return the dictionary of an export or a checkpoint; None if there is none."""
     if checkpoint.is_export:
         return bytes(as_bytes(checkpoint.files[DICTIONARY].load())) if DICTIONARY in checkpoint.files else None
-    return beside.read_bytes() if beside.is_file() else None
+    found = dictionary_of(checkpoint.path, checkpoint.state)
+    return None if found is None else found.read_bytes()
 
 
 def last_checkpoints(folder: str | Path, count: int, by_update: bool, upper_bound: int | None = None) -> list[Path]:

@@ -45,7 +45,6 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # header of a zip record; it ends in th
 _ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
 _PADDING_ID = 0x4246  # extra field with which torch also aligns records
 _MOST_VALUES = 10_000_000  # most values in a file; a list that is referenced twice counts twice
-_CHARACTERS = 64  # of a text that count as a value
 _MOST_BITS = 1024  # of a whole number
 _STORAGES = {
     getattr(torch, dtype): f"{name}Storage"
@@ -145,11 +144,16 @@ def _stored_records(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInf
 
 
 def _count_values(content: Any, counted: dict[int, int]) -> int:
-    """Return the number of values in nested dictionaries and sequences; shared ones count each time."""
+    """Return the number of values in nested dictionaries and sequences; shared ones count each time.
+
+    Each character of a text and each byte of a whole number counts, as they become text in a ``.safetensors`` file.
+    """
     if not isinstance(content, (Mapping, list, tuple, set, argparse.Namespace)):
         if isinstance(content, int) and content.bit_length() > _MOST_BITS:
             raise _Refused(f"a number of more than {_MOST_BITS:,} bits")
-        return 1 + len(content) // _CHARACTERS if isinstance(content, (str, bytes)) else 1
+        if isinstance(content, int):
+            return 1 + content.bit_length() // 8
+        return 1 + len(content) if isinstance(content, (str, bytes)) else 1
     if id(content) not in counted:
         counted[id(content)] = _MOST_VALUES  # until the count is known: content that contains itself is refused
         held = vars(content) if isinstance(content, argparse.Namespace) else content
@@ -159,6 +163,18 @@ def _count_values(content: Any, counted: dict[int, int]) -> int:
             raise _Refused(f"more than {_MOST_VALUES:,} values")
         counted[id(content)] = total
     return counted[id(content)]
+
+
+def check_values(content: Any, path: str | Path) -> None:
+    """Refuse content from another format that a checkpoint would not be read with.
+
+    Raises:
+        UserError: there are too many values, or numbers that are too large.
+    """
+    try:
+        _count_values(content, {})
+    except _Refused as refused:
+        raise UserError(f"{path} holds {refused}, which is not read") from None
 
 
 class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as the file demands

@@ -67,6 +67,8 @@ def _check_type(name: str, kind: Any, value: Any) -> None:
         return
     if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
         raise UserError(f"{name} must be of type {kind}, got {value!r:.80}")
+    if wanted is numbers.Real and isinstance(value, int) and value.bit_length() > 1023:
+        raise UserError(f"{name} is a number of {value.bit_length():,} bits, too large for a {kind}")
 
 
 def require(condition: bool, message: str) -> None:

@@ -17,7 +17,7 @@ from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.spec import Experiment, TextSource
 from smlp.launch.local import this_program
 from smlp.text.binarized import num_tokens, read_fairseq_tokens
-from smlp.text.tokenizer import Tokenizer, Vocabulary
+from smlp.text.tokenizer import Tokenizer, Vocabulary, load_tokenizer
 from smlp.text.tokenizer_files import DICTIONARY, find_tokenizer
 
 _MANIFEST = "manifest.json"
@@ -90,12 +90,16 @@ def check_text(text: TextSource) -> None:
 
 
 def check_subsets(experiment: Experiment, data: str) -> None:
-    """Check that existing data have all splits that are to be scored.
+    """Check that existing data have their tokenizer, and all splits that are to be scored.
 
     Raises:
         UserError: one is missing; the message names the split and the folder.
     """
     folder = Path(data.split(":")[0])
+    try:
+        load_tokenizer(folder)
+    except UserError as error:
+        raise UserError(f"{experiment.path}: data {folder}: {error}") from None
     for subset in experiment.evaluation.subsets:
         if not (folder / f"{subset}.idx").is_file():
             raise UserError(f"{experiment.path}: evaluate.subsets has {subset!r}, and {folder} has no {subset}.idx")
@@ -107,7 +111,7 @@ def _check_same_text(text: TextSource, folder: Folder) -> None:
     wanted = {"source": text.source, "files": [str(path) for path in text.files], "vocab_size": text.vocab_size}
     if all(path.is_file() for path in text.files):
         wanted["sha256"] = [sha256_of(path) for path in text.files]
-    if not record.is_file():
+    if not record.is_file() or not (folder.path / "text" / _MANIFEST).is_file():  # nothing was made of it yet
         write_json(record, wanted)
     found = read_json(record)
     for name, value in wanted.items():

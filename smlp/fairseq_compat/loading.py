@@ -17,6 +17,7 @@ import torch.distributed as dist
 from omegaconf import open_dict
 
 from smlp.checkpoint.content import embedding_name, moment_problems, older_settings, progress_problems
+from smlp.checkpoint.load import dictionary_of
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.parts import attach
 from smlp.checkpoint.torch_file import OtherClassError, check_records, existing_file, read_structure, record_problem
@@ -317,14 +318,10 @@ def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
 
 def _dictionary_of(path: str) -> Path | None:
     """Return the dictionary of a checkpoint, if it can be found."""
-    beside = Path(path).parent / DICTIONARY
-    if beside.is_file():
-        return beside
-    try:
-        data = str(read_structure(path)["cfg"]["task"]["data"]).split(":")[0]
-    except (UserError, KeyError, TypeError):  # the problem is reported when it is read
-        return None
-    return Path(data) / DICTIONARY if (Path(data) / DICTIONARY).is_file() else None
+    state: Mapping[str, Any] = {}
+    with contextlib.suppress(UserError):  # the problem is reported when it is read
+        state = read_structure(path)
+    return dictionary_of(Path(path), state)
 
 
 def other_optimizer(path: str, said: str) -> str:

@@ -202,8 +202,8 @@ def kind_of(vocabulary: Vocabulary, model: str | Path | None) -> Kind:
         missing = f"ids of byte-level BPE but there is no {ENCODER_JSON}"
     if missing:
         raise UserError(
-            f"the dictionary holds {missing} beside it, beside the checkpoint or with the data: name it with "
-            "--tokenizer"
+            f"the dictionary holds {missing} beside it, beside the checkpoint or with the data: copy it there, or "
+            "name it with --tokenizer"
         )
     return Words(vocabulary)
 

@@ -217,6 +217,8 @@ BOMBS = {
     "compressed": (lambda p: _rewritten(p, data=pickle.dumps(bytes(50_000_000))), "compressed records"),
     "named often": (lambda p: _add(p, x=_nested()), "more than 10,000,000 values"),
     "long text": (lambda p: _add(p, x=[["x" * 20_000] * 200] * 200), "more than 10,000,000 values"),
+    "short texts": (lambda p: _add(p, x=[["x" * 63] * 200] * 1000), "more than 10,000,000 values"),
+    "whole numbers": (lambda p: _add(p, x=[[1 << 1023] * 100] * 1000), "more than 10,000,000 values"),
     "digits": (lambda p: _add(p, x=10**5000), "a number of more than 1,024 bits"),
     "repeated": (lambda p: _add(p, x=torch.zeros(1).expand(10**11)), "a tensor of shape (100000000000,)"),
     "index of sizes": (

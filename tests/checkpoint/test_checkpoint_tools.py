@@ -179,6 +179,12 @@ def test_models_that_have_no_mean_are_named(tmp_path: Path, capsys) -> None:
     (tmp_path / "dict.txt").write_text("a 1\nb 1\n")
     (tmp_path / "dictionary" / "dict.txt").write_text("b 1\na 1\n")
     others["dictionary"] = (save(tmp_path / "dictionary", "hash_lm_tiny", "a.pt"), ["have different dictionaries"])
+    (tmp_path / "dictionary" / "dict.txt").rename(tmp_path / "dictionary" / "kept.txt")
+    state = content(tmp_path / "dictionary" / "a.pt")  # with its data instead, where fairseq-train leaves it
+    state["cfg"]["task"]["data"] = str(tmp_path / "data")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "dictionary" / "kept.txt").rename(tmp_path / "data" / "dict.txt")
+    torch.save(state, tmp_path / "dictionary" / "a.pt")
     for other, words in others.values():
         error = refused(capsys, "average", first, other, "-o", tmp_path / "mean.pt")
         assert all(word in error for word in [str(first), str(other), *words]), error

@@ -103,6 +103,26 @@ def test_an_export_is_plain_safetensors(whole: Path, tmp_path: Path) -> None:
     assert facts["settings"]["num_experts"] == 4 and facts["cfg"]["model"]["activation"] == "gelu"
 
 
+def test_an_export_that_could_not_be_read_is_not_written(whole: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """Neither through the small header of a .safetensors file nor with numbers that a .pt file does not take."""
+    path = tmp_path / "e.safetensors"
+    assert command("merge", whole, "-o", path) == 0
+    text = path.read_bytes()
+    size = int.from_bytes(text[:8], "little")
+    header = json.loads(text[8 : 8 + size])
+    facts = json.loads(header["__metadata__"]["smlp"])
+    facts["cfg"]["common"] = {"seed": 10**400}
+    header["__metadata__"]["smlp"] = json.dumps(facts)
+    changed = json.dumps(header).encode()
+    (tmp_path / "large.safetensors").write_bytes(len(changed).to_bytes(8, "little") + changed + text[8 + size :])
+    error = refused(capsys, "merge", tmp_path / "large.safetensors", "-o", tmp_path / "x.pt")
+    assert "large.safetensors holds a number of more than 1,024 bits" in error
+    monkeypatch.setattr("smlp.checkpoint.export._MOST_HEADER", 1000)
+    kept = path.read_bytes()
+    assert "the configuration takes" in refused(capsys, "merge", whole, "-o", path, "--force")
+    assert path.read_bytes() == kept and not (tmp_path / "x.pt").exists()
+
+
 def test_the_sentencepiece_model_travels_along(tmp_path: Path) -> None:
     import sentencepiece
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import shutil
 
 import pytest
 import torch
@@ -268,3 +269,25 @@ def test_a_dry_run_names_the_data_that_there_will_be(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"smlp train {tmp_path}/later --task" in shown
     assert f"no tasks yet: there is no folder {tmp_path}/tasks (evaluate.zeroshot.data)" in shown
+
+
+def test_a_text_that_nothing_could_be_made_of_may_be_mended(tmp_path, capsys):
+    path, text = tmp_path / "other.yaml", tmp_path / "some.txt"
+    text.write_text("")
+    path.write_text(FILE.replace("data: DATA", f"text: {{files: [{text}], vocab_size: 64}}"))
+    words = ["compare", "run", str(path), "--out", str(tmp_path / "out")]
+    assert main(words) == 1
+    assert "some.txt is empty" in capsys.readouterr().err
+    text.write_text("two\n")  # still too short, which is found out later
+    assert main(words) == 1
+    assert "were made with" not in capsys.readouterr().err
+
+
+def test_pieces_without_their_tokenizer_are_refused_before_the_first_training(tiny_data, tmp_path, capsys):
+    data, path = tmp_path / "data", tmp_path / "other.yaml"
+    shutil.copytree(tiny_data, data, ignore=shutil.ignore_patterns("sentencepiece.model", "manifest.json"))
+    lines = (data / "dict.txt").read_text().splitlines()
+    (data / "dict.txt").write_text("\n".join(["\u2581of 1", *lines[1:]]) + "\n")
+    path.write_text(FILE.replace("DATA", str(data)))
+    assert dry_run(path, tmp_path / "out") == 1
+    assert "the dictionary holds SentencePiece pieces but there is no sentencepiece.model" in capsys.readouterr().err

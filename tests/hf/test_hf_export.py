@@ -288,7 +288,10 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
         ({"ffn_dim": 64}, "does not fit its configuration"),
         ({"router": "none"}, "router must be one of"),
         ({"router": None}, "config.json is damaged: router is null"),
-        ({"num_updates": 10**400}, "config.json is damaged: num_updates is no number of updates"),
+        ({"num_updates": 10**400}, "config.json is damaged: optimizer_history.num_updates is 1"),
+        ({"num_updates": 5 * 10**9}, "num_updates is 5000000000, but must be a whole number from 0 to 2147483648"),
+        ({"capacity_factor": 10**400}, "capacity_factor is a number of 1,329 bits, too large for a float"),
+        ({"gmlp_attention_dim": 10**30}, "gmlp_attention_dim must be at most 2,147,483,647"),
         ({"vocab_size": 99}, "vocab_size is 99, but the weights have 14"),
         ({"bos_token_id": 5}, "bos_token_id must be 0 or 2, got 5"),
     ):
@@ -307,6 +310,8 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     (folder / "dict.txt").write_text("\n".join(reversed(symbols.splitlines())) + "\n")
     assert "one of them belongs to another model" in refused(capsys, "checkpoint", "import", folder, "-o", out)
     (folder / "dict.txt").write_text(symbols)
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [[[1], 0.0]]}}))  # a piece that is no text
+    assert command("checkpoint", "import", folder, "-o", tmp_path / "odd.pt") == 0
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     assert "neither model.safetensors nor" in refused(capsys, "checkpoint", "import", folder, "-o", out)
     index = folder / "model.safetensors.index.json"

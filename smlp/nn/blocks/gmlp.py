@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from smlp.config import ModelConfig
+from smlp.config.model import MOST_SIZE
 from smlp.config.settings import require, setting
 from smlp.costs.component import (
     ATTENTION,
@@ -50,6 +51,7 @@ class GatedMLPSettings:
 
     def __post_init__(self) -> None:
         require(self.attention_dim >= 0, f"gmlp_attention_dim must not be negative, got {self.attention_dim}")
+        require(self.attention_dim <= MOST_SIZE, f"gmlp_attention_dim must be at most {MOST_SIZE:,}")
 
 
 class SpatialGatingUnit(nn.Module):
