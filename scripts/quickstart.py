@@ -257,9 +257,9 @@ def check_settings(options: argparse.Namespace) -> None:
         )
     if not options.splits and (holds_others or any(text in Path(name).parents for name in settings["text"])):
         raise UserError(f"{text} has files of yours, and the text of the run would go there: name another --out")
+    tools.settle(options.out, settings, is_fresh)
     if is_fresh and not options.splits:
         (text / MANIFEST).unlink(missing_ok=True)  # of a try that came no further than its text
-    tools.settle(options.out, settings, is_fresh)
 
 
 if __name__ == "__main__":

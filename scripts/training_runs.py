@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -16,6 +17,7 @@ from training_display import TrainingDisplay
 
 from data_prep.corpus import MANIFEST
 from smlp.errors import UserError
+from smlp.files import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS_PER_SAMPLE = 128
@@ -55,12 +57,16 @@ def settle(out: Path, settings: dict, is_fresh: bool) -> None:
     """Record what a run folder is made with, and refuse one that was made with other settings, whose parts would be
     mixed up with new ones; ``is_fresh`` if it holds no parts yet."""
     path = out / "settings.json"
-    if path.is_file() and not any(f'"{name}"' in path.read_text(errors="replace") for name in settings):
-        raise UserError(f"{path} is of something else: choose another folder with --out")
-    if is_fresh or not path.is_file():
-        path.write_text(json.dumps(settings, indent=2))
+    made_with = None
+    if path.is_file():
+        with contextlib.suppress(ValueError):
+            made_with = json.loads(path.read_text(errors="replace"))
+        budget = {"updates", "minutes"}  # one of the two
+        if not isinstance(made_with, dict) or made_with.keys() - budget != settings.keys() - budget:
+            raise UserError(f"{path} is of something else: choose another folder with --out")
+    if is_fresh or made_with is None:
+        write_whole(path, json.dumps(settings, indent=2).encode())
         return
-    made_with = json.loads(path.read_text())
     if made_with != settings:
         names = [name for name in {**made_with, **settings} if settings.get(name) != made_with.get(name)]
         raise UserError(

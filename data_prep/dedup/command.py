@@ -38,6 +38,7 @@ from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
 from data_prep.flow.streams import write_bytes, write_stream
 from smlp.cli.numbers import real, whole
 from smlp.cli.options import refuse_unused
+from smlp.errors import UserError
 from smlp.evaluation.zeroshot.readers import READERS
 
 DESCRIPTION = (
@@ -159,7 +160,10 @@ def _num_partitions(out: Path, parts: Sequence[FilePart]) -> int:
     """Return the number of an earlier run in this folder, whose rows are kept if inputs change, or one by size."""
     record = out / WORK / "num_partitions"
     if record.is_file():
-        return int(record.read_text())
+        kept = record.read_text(errors="replace").strip()
+        if not (kept.isdecimal() and 1 <= int(kept[:9]) <= MAX_PARTITIONS):
+            raise UserError(f"{record} is damaged: it holds {kept!r:.40}, not a number of partitions; add --restart")
+        return int(kept)
     size = sum(part.num_bytes * (_EXPANSION if part.path.suffix in COMPRESSED else 1) for part in parts)
     number = min(1 + size // PARTITION_BYTES, MAX_PARTITIONS)
     write_bytes(record, f"{number}\n".encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -195,7 +196,8 @@ def _check_label(value: str, task: GlueTask, place: str) -> None:
         if value not in task.labels:
             raise UserError(f"{place}: the label is {value!r:.80}, not one of {', '.join(task.labels)}")
     elif task.labels is None:
-        if not value.isprintable() or _is_blank(value) or value in (*SPECIAL_SYMBOLS, MASK):
+        breaks = {"Cc", "Zl", "Zp"} & set(map(unicodedata.category, value))  # a file of labels has one a line
+        if breaks or _is_blank(value) or value in (*SPECIAL_SYMBOLS, MASK):
             raise UserError(f"{place}: {value!r} cannot be a label")
     else:
         low, high = task.score_range

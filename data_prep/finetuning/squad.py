@@ -206,6 +206,8 @@ def encode_questions(questions: list[Question], tokenizer: Tokenizer, path: Path
             continue
         text, start = question.answers[0]
         begin, end = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
+        if offsets_N2[0, 0] >= end:
+            raise UserError(f"{place}: its answer {text!r:.80} ends before the first token")
         first = min(int(np.argmax(offsets_N2[:, 1] > begin)), len(offsets_N2) - 1)
         last = max(int(np.flatnonzero(offsets_N2[:, 0] < end)[-1]), first)
         inexact += question.context[offsets_N2[first, 0] : offsets_N2[last, 1]] != text.strip()

@@ -6,6 +6,7 @@ kill skips it. Tasks of a Slurm array take a share of the parts each (``--share 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -14,9 +15,9 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,9 +75,10 @@ def begin(
         UserError: the folder was made by another step or with other settings, or holds something else.
     """
     state = run.out / STATE
-    for place, folders, files in os.walk(state.parent if state.is_symlink() else state):
-        if link := next((name for name in (*folders, *files) if os.path.islink(os.path.join(place, name))), None):
-            raise UserError(f"{os.path.join(place, link)} is a link: no step made it, and its records would go there")
+    own = [path for path in run.out.iterdir() if path.name.startswith(".")] if run.out.is_dir() else []
+    for path in chain(own, (path for folder in own for path in folder.rglob("*"))):
+        if path.is_symlink():
+            raise UserError(f"{path} is a link: no step made it, and records would go there")
     wanted = {"step": step, "settings": json.loads(json.dumps(settings))}
     record = state / SETTINGS
     # list files before the record: another share writes its record first
@@ -165,10 +167,7 @@ def run_parts(
         return Finished(None, missing=missing, failed=[failed[part.name] for part in parts if part.name in failed])
     ours = {output["name"] for row in stored for output in row["outputs"]}
     forget(run.out, set(state.glob("*.json")) - {state / f"{part.name}.json" for part in parts}, ours)
-    results = [
-        PartResult(row["outputs"], Counts.from_json(row["counts"]), row["defects"], row["facts"]) for row in stored
-    ]
-    return Finished(results, [row["input"] for row in stored])
+    return Finished([_result(row) for row in stored], [row["input"] for row in stored])
 
 
 def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
@@ -177,10 +176,11 @@ def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
     Their inputs may be gone, and later steps read everything in the folder.
     """
     for path in records:
-        outputs = (read_json(path) or {}).get("outputs", [])  # none if another share was faster
-        for output, place in zip(outputs, output_paths(out, outputs, path), strict=True):
-            if output["name"] not in current:
-                place.unlink(missing_ok=True)
+        row = read_json(path) or {"outputs": []}  # none if another share was faster
+        with contextlib.suppress(KeyError, TypeError):  # damaged: it says nothing of what its outputs were
+            for output, place in zip(row["outputs"], output_paths(out, row["outputs"], path), strict=True):
+                if output["name"] not in current:
+                    place.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
 
 
@@ -197,7 +197,7 @@ def _no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _lock(run: StepRun) -> Iterator[None]:
     """Lock the folder for one command, or for several shares of it, each of them once."""
     index, number = run.share
@@ -256,9 +256,16 @@ def _stored(out: Path, state: Path, part: FilePart, key: str, temporary: bool = 
         outputs = row["outputs"] if not (temporary and (out / MANIFEST).is_file()) else []
         for output, path in zip(outputs, output_paths(out, outputs, record), strict=True):
             same = same and path.is_file() and path.stat().st_size == output["bytes"]
-    except (KeyError, TypeError, AttributeError):  # damaged
+        _result(row).counts.check()
+        is_sound = isinstance(row["facts"], dict) and all(isinstance(defect, dict) for defect in row["defects"])
+    except (KeyError, TypeError, AttributeError, AssertionError):  # damaged
         return None
-    return row if same else None
+    return row if same and is_sound else None
+
+
+def _result(row: dict[str, Any]) -> PartResult:
+    """Return what a part's record says of its result."""
+    return PartResult(row["outputs"], Counts.from_json(row["counts"]), row["defects"], row["facts"])
 
 
 MAX_DEFECTS = 20  # most defects on the terminal; the manifest has all of them

@@ -16,10 +16,11 @@ import csv
 import functools
 import hashlib
 import io
+import itertools
 import math
 import os
 import shlex
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from smlp.errors import UserError
 from smlp.experiments.folder import Folder
-from smlp.experiments.json_files import Each, read_json, write_json
+from smlp.experiments.json_files import Each, Maybe, read_json, write_json
 from smlp.experiments.processes import Chain, Ended, Step, run_chains, stopped_by
 from smlp.experiments.report.table import (
     VERDICT_COLUMN,
@@ -51,7 +52,7 @@ from smlp.files import check_no_other, read_text, write_whole
 from smlp.launch.local import this_program
 from smlp.launch.machine import num_cores
 from smlp.vision.checkpoints import create_model
-from smlp.vision.data import class_names, open_split
+from smlp.vision.data import class_names, open_split, split_folder
 from smlp.vision.setup import LAST, SUMMARY
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 TOLERANCE = 0.03
 _DONE = "done.json"
 _REPORTED = ("eval_top1", "train_images_per_second")
-_RECORDED = {"data": str, "options": [str], "models": Each([str])}
+_RECORDED = {"data": str, "options": [str], "models": Each([str]), "images": Maybe(Each(str))}
 _MOST_READ = 1 << 30  # bytes of images whose contents are compared
 _MOST_SEED = 2**31 - 1  # of smlp vision train
 _MOST_NAME = 200  # bytes; -s SEED.log is added
@@ -292,22 +293,33 @@ def _settle(comparison: Comparison, path: Path) -> None:
         UserError: the folder holds runs of something else.
     """
     planned = {"data": comparison.data, "options": comparison.options, "models": comparison.models}
-    planned["images"] = _digest(Path(comparison.data))
-    older = read_json(path, _RECORDED) if path.is_file() else planned
+    images = {split: _digest(split_folder(comparison.data, split)) for split in _splits(comparison)}
+    older = read_json(path, _RECORDED) if path.is_file() else {**planned, "images": images}
     models = {name: words for name, words in older["models"].items() if name in comparison.models}
-    for name, before, after in (
-        *((name, older.get(name, planned[name]), planned[name]) for name in ("data", "options", "images")),
+    before = older.get("images") or {}
+    for name, old, new in (
+        *((name, older[name], planned[name]) for name in ("data", "options")),
+        *((f"images.{split}", before.get(split, digest), digest) for split, digest in images.items()),
         *((f"models.{name}", words, comparison.models[name]) for name, words in models.items()),
     ):
-        if before != after:
-            raise UserError(f"{path.parent} was made with {name} = {before}, not {after}: give another --out")
-    write_json(path, {**planned, "models": {**older["models"], **comparison.models}})
+        if old != new:
+            raise UserError(f"{path.parent} was made with {name} = {old}, not {new}: give another --out")
+    write_json(path, {**planned, "images": {**before, **images}, "models": {**older["models"], **comparison.models}})
+
+
+def _splits(comparison: Comparison) -> set[str]:
+    """Return the splits that the models are trained and validated on."""
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("--train-split", default="train")
+    parser.add_argument("--val-split", default="validation")
+    found = (parser.parse_known_args([*comparison.options, *words])[0] for words in comparison.models.values())
+    return {split for args in found for split in vars(args).values()}
 
 
 def _digest(folder: Path) -> str:
-    """Return a checksum of ``SPLIT/CLASS/IMAGE``: of the contents, or of names and sizes if they are many bytes."""
+    """Return a checksum of a split's images: of the contents, or of names and sizes if they are many bytes."""
     endings = get_img_extensions()
-    images = sorted(path for path in folder.glob("*/*/*") if path.suffix.lower() in endings and path.is_file())
+    images = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in endings and path.is_file())
     rows: list[tuple[str, Any]] = [(str(path.relative_to(folder)), path.stat().st_size) for path in images]
     if sum(size for _, size in rows) <= _MOST_READ:
         rows = [(name, path.read_bytes()) for (name, _), path in zip(rows, images, strict=True)]
@@ -416,7 +428,7 @@ def _draw(curves: dict[str, dict[int, list[float]]]) -> Figure:
 
     figure = new_figure(6.5, 4.2, "Validation accuracy by epoch")
     axes = figure.subplots()
-    for (name, by_seed), colour in zip(curves.items(), list(OKABE_ITO.values()) * len(curves), strict=False):
+    for (name, by_seed), colour in zip(curves.items(), itertools.cycle(OKABE_ITO.values()), strict=False):
         if not by_seed:
             continue
         epochs = range(1, min(map(len, by_seed.values())) + 1)

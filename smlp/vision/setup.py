@@ -89,7 +89,11 @@ def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
             f"--resume {args.resume} was trained on other classes ({was!r} where {args.data_dir} has {now!r}): start "
             "from its weights with --initial-checkpoint"
         )
-    args.model_kwargs = args.model_kwargs or getattr(before, "model_kwargs", {})
+    had = getattr(before, "model_kwargs", {})
+    if not args.model_kwargs:
+        args.model_kwargs = had
+    elif "token_dim" in had:  # --change-resolution adds the width of the network over tokens
+        args.model_kwargs = {"token_dim": had["token_dim"], **args.model_kwargs}
     if getattr(before, "model_ema", False) and not args.model_ema:
         raise UserError(f"--resume {args.resume} has an average of its weights, which would be lost: give --model-ema")
     for name in _OF_THE_CHECKPOINT:

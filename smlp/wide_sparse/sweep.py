@@ -21,6 +21,7 @@ A sweep is a YAML file of series of models; each point of a series is a model:
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -320,7 +321,8 @@ def _draw(record: dict[str, Any], errors: dict[str, dict[int, float]], path: Pat
     figure = new_figure(6.5, 4.2, record["title"])
     axes = figure.subplots()
     places: list[float] = []
-    for (series, names), colour in zip(record["series"].items(), OKABE_ITO.values(), strict=False):
+    colours = itertools.cycle(OKABE_ITO.values())
+    for (series, names), colour in zip(record["series"].items(), colours, strict=False):
         points = sorted((record["facts"][name][record["x"]], Estimate(errors[name])) for name in names if errors[name])
         if points:
             xs, ys = [x for x, _ in points], [one.mean for _, one in points]

@@ -1,5 +1,6 @@
 """Streams, documents, parts and workers of ``smlp data``."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -331,8 +332,17 @@ def test_what_is_done_is_not_done_again_and_what_changed_is(source, tmp_path):
     first = run_upper(source, run, log=str(log))
     log.write_text("")
     assert run_upper(source, run, log=str(log)) == first and not log.read_text()
+    record = next((run.out / STATE).glob("*/a-00000.json"))
+    kept = json.loads(record.read_text())
+    damaged = [{**kept, name: value} for name in ("counts", "defects", "facts") for value in (5, None, [5])]
+    for row, outputs in zip([*damaged, {"input": 1}], itertools.cycle([5, [5], [{}]]), strict=False):
+        record.write_text(json.dumps(row))
+        (record.parent / "gone.json").write_text(json.dumps({"outputs": outputs}))  # of a part whose input is gone
+        log.write_text("")
+        assert run_upper(source, run, log=str(log)) == first and log.read_text().split() == ["a-00000"], row
+    log.write_text("")
     (source / "b.txt").write_text("new and short")
-    next((run.out / STATE).glob("*/a-00000.json")).write_text('{"input": 1}')  # damaged
+    record.write_text('{"input": 1}')
     changed = run_upper(source, run, log=str(log))
     assert log.read_text().split() == ["a-00000", "b"]
     assert changed["counts"]["documents_in"] == 81
@@ -457,6 +467,10 @@ def test_a_folder_of_other_work_is_not_touched(source, tmp_path):
     shutil.rmtree(tmp_path / "new" / STATE)
     (tmp_path / "new" / STATE).symlink_to(letter.parent)
     with pytest.raises(UserError, match="is a link: no step made it"):
+        run_upper(source, StepRun(tmp_path / "new", quiet=True))
+    (tmp_path / "new" / STATE).unlink()
+    (tmp_path / "new" / ".work").symlink_to(letter.parent)
+    with pytest.raises(UserError, match=r"\.work is a link: no step made it"):
         run_upper(source, StepRun(tmp_path / "new", quiet=True))
     assert letter.read_text() == "dear"
 

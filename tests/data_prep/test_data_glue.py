@@ -4,6 +4,7 @@ import argparse
 import json
 
 import pytest
+from squad_data import write_tokenizer
 
 from data_prep.finetuning.glue_tasks import TASKS, SplitFile, read_rows
 from smlp.cli.main import main
@@ -257,6 +258,9 @@ def test_own_files_name_their_columns(tokenizer, tmp_path, capsys):
     assert glue(*columns, "--out", tmp_path / "many") == 0
     printed = capsys.readouterr().out
     assert "29: 1, ..." in printed and "30: 1" not in printed
+    own(folder, "label\tb\ta", ["\U0001f468\u200d\U0001f469\twe\tthey", "a\u00a0b\tit\tis"])
+    assert glue(*columns, "--out", tmp_path / "joined") == 0
+    capsys.readouterr()
     own(folder, "label\tb\ta", ["yes\twe\tthey", "no\rno\tit\tis"])
     assert glue(*columns, "--out", tmp_path / "label") == 1
     assert "line 3: 'no\\rno' cannot be a label" in capsys.readouterr().err
@@ -310,6 +314,13 @@ def test_bad_files_are_one_sentence(case, tokenizer, tmp_path, capsys):
     assert glue("--task", "SST-2", "--in", folder, "--tokenizer", tokenizer, "--out", tmp_path / "out") == 1
     assert message.format(path=folder / "train.tsv") in capsys.readouterr().err
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_sentence_that_the_tokenizer_drops_is_refused(tmp_path, capsys):
+    folder, tokenizer = own(tmp_path / "in", "sentence\tlabel", ["we\t1", "\ufffd\t0"]), tmp_path / "pieces"
+    write_tokenizer(tokenizer, "unigram")
+    assert glue("--task", "SST-2", "--in", folder, "--tokenizer", tokenizer, "--out", tmp_path / "out") == 1
+    assert "the sentence '\ufffd' has no token" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("score", ["5.1", "nan", "-1", "high", "", "0_1", "４"])

@@ -131,6 +131,11 @@ BAD = {
     "two questions with the id '000000000000000000000001'": lambda data: set_in(
         first_question(data), "id", f"{1:024x}"
     ),
+    "its answer '\ufffd' ends before the first token": lambda data: (
+        set_in(first_paragraph(data), "qas", [first_question(data)]),
+        set_in(first_question(data), "answers", [{"text": "\ufffd", "answer_start": 0}]),
+        set_in(first_paragraph(data), "context", "\ufffd " + RIVER),
+    ),
     "its question has no token": lambda data: set_in(first_question(data), "question", "  "),
     "lone surrogate": lambda data: set_in(first_question(data), "question", "a \ud800"),
 }

@@ -71,8 +71,14 @@ def test_quickstart_leaves_a_users_folder_alone(tiny_text, tmp_path, refused):
     (tmp_path / "settings.json").unlink()
     (tmp_path / "result.md").touch()
     assert "has a result.md of something else" in refused([*script, "--splits", str(tiny_text)])
-    (tmp_path / "settings.json").write_text("{}")
-    assert "has files of yours" in refused([*script, "--text", str(mine)]) and mine.is_file()
+    (tmp_path / "text" / "manifest.json").touch()
+    for content in ("{}", "[", '{"text": "black"}', '{"theme": {"text": "black"}}'):
+        (tmp_path / "settings.json").write_text(content)
+        said = refused([*script, "--text", str(mine)])
+        assert "settings.json is of something else" in said or "has files of yours" in said
+        assert (tmp_path / "settings.json").read_text() == content and (tmp_path / "text" / "manifest.json").is_file()
+        assert "settings.json is of something else" in refused([*script, "--splits", str(tiny_text)])
+    assert mine.is_file()
 
 
 def test_a_failed_step_names_step_and_log(tmp_path):

@@ -88,12 +88,15 @@ def test_other_images_and_a_folder_of_something_else(digits, tmp_path, in_proces
     (images / ".DS_Store").touch()
     assert run(write(tmp_path, images, seeds="[1]"), out) == 0, "only images count"
     image = next((images / "train" / "3").iterdir())
+    (images / "paper" / "figures").mkdir(parents=True)
+    shutil.copy(image, images / "paper" / "figures")
+    assert run(write(tmp_path, images, seeds="[1]"), out) == 0, "only images of the two splits count"
     image.rename(tmp_path / "image.png")
     image.symlink_to(tmp_path / "image.png")
     assert run(write(tmp_path, images, seeds="[1]"), out) == 0
     shutil.copy(next((images / "train" / "4").iterdir()), tmp_path / "image.png")
     assert run(write(tmp_path, images), out) == 1
-    assert f"{out} was made with images = " in capsys.readouterr().err
+    assert f"{out} was made with images.train = " in capsys.readouterr().err
 
 
 def test_costs_are_those_of_the_model_that_is_trained(digits, tmp_path, capsys):

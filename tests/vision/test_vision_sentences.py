@@ -16,6 +16,7 @@ from running import REPOSITORY
 
 from data_prep.images import fetch
 from smlp.cli.main import main
+from smlp.errors import UserError
 
 SMALL = ["--img-size", "8", "--in-chans", "1", "--mean", "0.3", "--std", "0.4", "-j", "0", "-b", "8", "--epochs", "1"]
 VIT = "vit_tiny_patch16_224"
@@ -241,6 +242,21 @@ def test_a_folder_that_holds_a_run(trained, whole, capsys):
 def test_a_resumed_optimizer_keeps_its_options(digits, trained, capsys, tmp_path, options, message):
     words = ("--resume", trained, "--epochs", "2", "--output", tmp_path, *options)
     assert message in train(capsys, digits, *words)
+
+
+def test_a_resumed_run_has_the_width_that_another_resolution_gave_it():
+    from smlp.vision.setup import _OF_THE_CHECKPOINT, check_resumed
+
+    asked = {"model": "smlp_mixer_tiny", "classes": ["0"], "model_ema": False}
+    before = argparse.Namespace(**asked, model_kwargs={"norm_eps": 0.001, "token_dim": 256})
+    for words in ({}, {"norm_eps": 0.001}):
+        options = {**dict.fromkeys(_OF_THE_CHECKPOINT), **asked, "resume": "last.pth.tar", "model_kwargs": words}
+        args = argparse.Namespace(**options)
+        check_resumed(args, {"args": before})
+        assert args.model_kwargs == before.model_kwargs
+    args.model_kwargs = {"norm_eps": 0.001, "token_dim": 8}
+    with pytest.raises(UserError, match="--model-kwargs was "):
+        check_resumed(args, {"args": before})
 
 
 def test_a_resumed_run_keeps_its_classes(digits, trained, capsys, tmp_path):

@@ -65,6 +65,15 @@ def test_similarity_is_that_of_mixed_classes(digits, tmp_path, monkeypatch):
     assert len(set(labels[:20])) > 5 and labels != sorted(labels) and others and all(one == first for one in others)
 
 
+def test_more_series_than_colours_are_all_drawn(tmp_path, monkeypatch):
+    series = {str(number): ["model"] for number in range(9)}
+    record = {"title": "many", "x": "width", "series": series, "facts": {"model": {"width": 4}}}
+    shown = []
+    monkeypatch.setattr("smlp.plots.drawing.save", lambda figure, path: shown.extend(figure.axes[0].containers))
+    sweep._draw(record, {"model": {1: 2.0}}, tmp_path / "many.png")
+    assert len(shown) == 9
+
+
 def test_a_sweep_reports_errors_differences_and_similarity(digits, tmp_path, monkeypatch, capsys):
     started, out = train_in_this_process(monkeypatch), tmp_path / "out"
     assert run(write(tmp_path, digits), out) == 0
