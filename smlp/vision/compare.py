@@ -367,6 +367,8 @@ def _write_results(comparison: Comparison, counted: dict[str, dict[str, int]], o
         speeds[name] = {
             seed: median(float(row["train_images_per_second"]) for row in rows) for seed, rows in by_seed.items()
         }
+    if not any(curves.values()):
+        return  # nothing has been trained yet
     table = _table(comparison, counted, curves, speeds)
     write_json(out / "results.json", {**table.as_json(), "curves": curves})
     text = "\n\n".join([f"# {table.title}", table.markdown(), *table.notes]) + "\n"

@@ -128,6 +128,9 @@ def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, 
     (out / "runs" / "second-s1" / "last.pth.tar").write_bytes(b"damaged")
     assert run(path, out) == 1
     assert "failed: second-s1 ended with status 1" in capsys.readouterr().out
+    lost = write(tmp_path, digits, seeds="[1]")
+    lost.write_text(lost.read_text().replace("--no-aug", f"--no-aug --initial-checkpoint {tmp_path}/lost.pth.tar"))
+    assert run(lost, tmp_path / "none") == 1 and not (tmp_path / "none" / "results.md").exists()
 
 
 @pytest.mark.parametrize(
