@@ -17,6 +17,7 @@ import numpy as np
 import timm.utils
 import torch
 import torch.distributed as dist
+from timm.models import model_parameters
 from timm.utils import AverageMeter, update_summary
 from timm.utils.clip_grad import dispatch_clip_grad
 
@@ -129,7 +130,9 @@ class _Loop(Training):
 
     def _backward(self, loss: torch.Tensor, does_update: bool) -> None:
         """Add the gradients of a loss; clip them and update the weights after the last of an update."""
-        args, parameters = self.args, self.model.parameters()
+        args = self.args
+        # adaptive clipping leaves out the head (Brock et al., 2021), as timm's own training does
+        parameters = model_parameters(self.model, exclude_head=args.clip_mode == "agc")
         if self.scaler is not None:
             clipping = {"clip_grad": args.clip_grad, "clip_mode": args.clip_mode, "parameters": parameters}
             self.scaler(loss, self.optimizer, need_update=does_update, **clipping)

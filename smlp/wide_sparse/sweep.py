@@ -323,7 +323,8 @@ def _draw(record: dict[str, Any], errors: dict[str, dict[int, float]], path: Pat
     places: list[float] = []
     colours = itertools.cycle(OKABE_ITO.values())
     for (series, names), colour in zip(record["series"].items(), colours, strict=False):
-        points = sorted((record["facts"][name][record["x"]], Estimate(errors[name])) for name in names if errors[name])
+        found = ((record["facts"][name][record["x"]], Estimate(errors[name])) for name in names if errors[name])
+        points = sorted(found, key=lambda point: point[0])
         if points:
             xs, ys = [x for x, _ in points], [one.mean for _, one in points]
             halves = [one.half or 0.0 for _, one in points]

@@ -286,6 +286,18 @@ def test_two_ranks_make_the_updates_of_one(digits, tmp_path):
         torch.testing.assert_close(two[name], value, rtol=0, atol=1e-6)
 
 
+def test_adaptive_clipping_leaves_out_the_head(digits, tmp_path, monkeypatch):
+    """As in timm's own training, and in the paper of adaptive gradient clipping."""
+    seen = []
+    monkeypatch.setattr(
+        "smlp.vision.train.dispatch_clip_grad", lambda found, *rest, mode: seen.append(len(list(found)))
+    )
+    words = ["--epochs", "1", "-b", "160", "--no-aug", "--warmup-epochs", "0", "--output", tmp_path, "--clip-grad", "1"]
+    for mode in ("norm", "agc"):
+        assert train(digits, *words, "--clip-mode", mode, "--experiment", mode) == 0
+    assert seen[1] == seen[0] - 2
+
+
 @pytest.mark.parametrize("policy", ["original", "rand-m15-n2"])
 def test_the_papers_augmentation_of_colour_images(digits, policy, tmp_path):
     """AutoAugment (gMLP) and RandAugment (Mixer), as the recipes for ImageNet have them."""

@@ -66,7 +66,7 @@ def test_similarity_is_that_of_mixed_classes(digits, tmp_path, monkeypatch):
 
 
 def test_more_series_than_colours_are_all_drawn(tmp_path, monkeypatch):
-    series = {str(number): ["model"] for number in range(9)}
+    series = {str(number): ["model", "model"] for number in range(9)}  # two at one place
     record = {"title": "many", "x": "width", "series": series, "facts": {"model": {"width": 4}}}
     shown = []
     monkeypatch.setattr("smlp.plots.drawing.save", lambda figure, path: shown.extend(figure.axes[0].containers))
