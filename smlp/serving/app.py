@@ -21,7 +21,7 @@ from starlette.routing import Route
 from smlp.inference.generation import Request
 from smlp.serving.completion_request import CompletionRequest, RequestedPrompt, RequestError, RequestReader
 from smlp.serving.engine import BusyError, Engine, Event, Failed, NewToken, PromptJob, PromptScores
-from smlp.text.tokenizer import Tokenizer
+from smlp.text.tokenizer import TextDecoder, Tokenizer
 
 MOST_BYTES = 4 << 20  # of a request
 _LOOK = 0.2  # seconds between two looks at whether a client is still there
@@ -63,6 +63,9 @@ class _Choice:
     tokens: list[NewToken] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
     finish: str | None = None
+    #: text of the tokens for their log-probabilities in a stream, and characters that it has given
+    decoder: TextDecoder | None = None
+    num_given: int = 0
 
 
 class _App:
@@ -248,8 +251,10 @@ class _Answer:
             return []
         logprobs = None
         if self._wanted.num_top is not None:
-            before = sum(len(token.shown) for token in choice.tokens[:-1])
-            logprobs = _logprobs(self._reader.tokenizer, self._last(choice, len(choice.tokens) - 1), [event], before)
+            tokenizer, before = self._reader.tokenizer, self._last(choice, len(choice.tokens) - 1)
+            choice.decoder = choice.decoder or tokenizer.decoder(before)
+            logprobs = _logprobs(tokenizer, choice.decoder, before, [event], choice.num_given)
+            choice.num_given += sum(map(len, logprobs["tokens"]))
         index = first + event.draw
         return [{"index": index, "text": event.shown, "logprobs": logprobs, "finish_reason": choice.finish}]
 
@@ -264,7 +269,8 @@ class _Answer:
                 scores = choice.prompt_scores
                 rows = zip(prompt[1:], scores.log_probs, scores.top, strict=True)
                 known = [_Known(*row) for row in rows] + known
-            logprobs = _logprobs(tokenizer, prompt[0] if echoes else prompt[-1], known, 0)
+            before = prompt[0] if echoes else prompt[-1]
+            logprobs = _logprobs(tokenizer, tokenizer.decoder(before), before, known, 0)
         # a prompt that was only scored has no end
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish or "length"}
 
@@ -291,17 +297,17 @@ class _Known:
     top: list[tuple[int, float]]
 
 
-def _logprobs(tokenizer: Tokenizer, before: int, known: list[Any], offset: int) -> dict[str, Any]:
+def _logprobs(tokenizer: Tokenizer, decoder: TextDecoder, before: int, known: list[Any], offset: int) -> dict[str, Any]:
     """Return log-probabilities as OpenAI writes them.
 
     Args:
         tokenizer: of the model.
+        decoder: of the tokens before the first.
         before: the token before the first.
         known: tokens with their log-probabilities and the likeliest in their place.
         offset: characters of the text before the first.
     """
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    decoder = tokenizer.decoder(before)
     for one in known:
         top: dict[str, float] = {}
         for token, log_prob in one.top:

@@ -198,7 +198,7 @@ def kind_of(vocabulary: Vocabulary, model: str | Path | None) -> Kind:
     missing = ""
     if any(symbol.startswith(WORD_START) for symbol in vocabulary.symbols):
         missing = f"SentencePiece pieces but there is no {SENTENCEPIECE_MODEL}"
-    elif all(str(number) in vocabulary.index for number in range(256)):
+    elif 2 * sum(symbol.isdecimal() for symbol in vocabulary.symbols) > len(vocabulary):
         missing = f"ids of byte-level BPE but there is no {ENCODER_JSON}"
     if missing:
         raise UserError(

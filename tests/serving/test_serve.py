@@ -113,8 +113,9 @@ def test_several_prompts_and_texts(client):
     assert len(without) > 1, "without a seed, each request draws anew"
 
 
-def test_a_stream_says_the_same(client):
-    body = {"prompt": [PROMPT, "w8"], "n": 2, "max_tokens": 5, "seed": 3, "logprobs": 2}
+@pytest.mark.parametrize("stop", [None, [f"{digit} x" for digit in (1, 2, 3, 5)]])  # the second holds texts back
+def test_a_stream_says_the_same(client, stop):
+    body = {"prompt": [PROMPT, "w8"], "n": 2, "max_tokens": 5, "seed": 3, "logprobs": 2, "stop": stop}
     whole = ask(client, **body)[1]["choices"]
     chunks = events(client, **body, stream_options={"include_usage": True})
     assert chunks.pop()["usage"]["completion_tokens"] == 20
