@@ -26,14 +26,18 @@ from smlp.nn.build import model_of
 from smlp.nn.encoder import Encoder, add_heads
 from smlp.parallel import Ranks
 from smlp.text.tokenizer import Tokenizer, Vocabulary
-from smlp.text.tokenizer_files import DICTIONARY, files_of, find_tokenizer
+from smlp.text.tokenizer_files import DICTIONARY, SENTENCES, files_of, find_tokenizer
 
 
 def _folders(path: Path, state: Mapping[str, Any]) -> list[Path]:
-    """Return the folders that may have a checkpoint's dictionary: its own, and those of the training data."""
+    """Return the folders that may have a checkpoint's dictionary: its own, and those of the training data.
+
+    Data of sentence_prediction have it in a folder for the first sentences.
+    """
     task = (state.get("cfg") or {}).get("task")
     data = task.get("data") if isinstance(task, Mapping) else getattr(task, "data", None)
-    return [path.parent, *(Path(folder) for folder in str(data or "").split(":") if folder)]
+    folders = [Path(folder) for folder in str(data or "").split(":") if folder]
+    return [path.parent, *(place for folder in folders for place in (folder, folder / SENTENCES))]
 
 
 def dictionary_of(path: Path, state: Mapping[str, Any]) -> Path | None:

@@ -27,7 +27,7 @@ from smlp.fairseq_compat.saving import remove_leftovers
 from smlp.fairseq_compat.stopping import leave_if_done
 from smlp.files import is_missing
 from smlp.text.tokenizer import Vocabulary
-from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
+from smlp.text.tokenizer_files import DICTIONARY, SENTENCES, SPECIAL_SYMBOLS
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +296,7 @@ def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
     Raises:
         UserError: the message names both dictionaries and the first line that differs.
     """
-    theirs, places = _dictionary_of(path), (Path(data), Path(data) / "input0")  # the second is of sentence_prediction
+    theirs, places = _dictionary_of(path), (Path(data), Path(data) / SENTENCES)
     ours = next((place / DICTIONARY for place in places if (place / DICTIONARY).is_file()), None)
     if theirs is None or ours is None:
         return

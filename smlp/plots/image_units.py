@@ -18,6 +18,7 @@ from smlp.errors import UserError
 from smlp.plots.drawing import DIVERGING, NOTHING, new_figure, save
 
 _TOKEN_UNITS = re.compile(r"blocks\.(\d+)\.mlp_tokens\.fc1\.weight")
+_SKIP = re.compile(r"blocks\.(\d+)\.skip\.")
 _GATES = re.compile(r"blocks\.(\d+)\.mlp_channels\.gate\.(?:heads|proj)\.weight")
 _STEM = "stem.proj.weight"
 #: the paper draws the first two token MLPs of a Mixer
@@ -64,11 +65,19 @@ def paired_order(units_Dgg: np.ndarray) -> list[int]:
 
 
 def token_units(state: Mapping[str, torch.Tensor]) -> dict[int, np.ndarray]:
-    """Return the units (D, g, g) of each block's token MLP, for Mixers whose channels share one over all tokens."""
+    """Return the units (D, g, g) of each block's token MLP, for Mixers whose channels share one over all tokens.
+
+    Blocks whose tokens are no patches are left out: those after a block that mixes tokens into others, which has a skip
+    connection with weights, and those of RP-Mixers, which permute all features.
+    """
     found = {}
+    mixing = [int(match[1]) for match in map(_SKIP.match, state) if match]
     for name, tensor in state.items():
         match = _TOKEN_UNITS.fullmatch(name)
-        if match and tensor.dim() == 2 and _side(tensor.size(1)):
+        is_of_patches = match and int(match[1]) <= min(mixing, default=int(match[1]))
+        if is_of_patches and f"blocks.{match[1]}.orders.0.index" in state:
+            continue
+        if is_of_patches and tensor.dim() == 2 and _side(tensor.size(1)):
             side = _side(tensor.size(1))
             found[int(match[1])] = tensor.float().numpy().reshape(-1, side, side)
     return found
@@ -110,7 +119,9 @@ def draw_image_units(state: Mapping[str, torch.Tensor], name: str, out: Path, fi
     files = []
     mixers, gates, stem = token_units(state), gate_rows(state), state.get(_STEM)
     if stem is None or stem.dim() != 4 or not (mixers or gates):
-        raise UserError(f"{name} is not an MLP-Mixer or gMLP with tokens on a square: there is nothing to draw")
+        raise UserError(
+            f"{name} is not an MLP-Mixer or gMLP whose tokens are patches on a square: nothing can be drawn"
+        )
     shown = (stem.float().numpy(), *mixers.values(), *gates.values())
     if not all(np.isfinite(values).all() for values in shown):
         raise UserError(f"{name} has weights that are not finite: there is nothing to see in them")

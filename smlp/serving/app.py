@@ -260,10 +260,13 @@ class _Answer:
 
     def _finished(self, index: int) -> dict[str, Any]:
         choice, echoes = self._choices[index], self._wanted.echoes
-        text = (choice.asked.text if echoes else "") + "".join(token.shown for token in choice.tokens)
+        tokenizer, prompt = self._reader.tokenizer, choice.asked.tokens
+        echo = choice.asked.text if echoes else ""
         logprobs = None
         if self._wanted.num_top is not None:
-            tokenizer, prompt = self._reader.tokenizer, choice.asked.tokens
+            if echoes:  # as the model read it, which the offsets of its tokens count
+                decoder = tokenizer.decoder(prompt[0])
+                echo = "".join(map(decoder.push, prompt[1:]))
             known = list(choice.tokens)
             if echoes and choice.prompt_scores is not None:
                 scores = choice.prompt_scores
@@ -271,6 +274,7 @@ class _Answer:
                 known = [_Known(*row) for row in rows] + known
             before = prompt[0] if echoes else prompt[-1]
             logprobs = _logprobs(tokenizer, tokenizer.decoder(before), before, known, 0)
+        text = echo + "".join(token.shown for token in choice.tokens)
         # a prompt that was only scored has no end
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish or "length"}
 

@@ -14,6 +14,8 @@ from smlp.errors import UserError
 from smlp.files import read_text
 
 DICTIONARY = "dict.txt"
+#: folder of the first sentences, and of the dictionary, in the data of fairseq's sentence_prediction
+SENTENCES = "input0"
 SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # in every dictionary, before the entries of its file
 MASK = "<mask>"  # stands for a token that a masked language model restores
 SENTENCEPIECE_MODEL = "sentencepiece.model"

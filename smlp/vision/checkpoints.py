@@ -137,11 +137,24 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     if averaged is not None and not (averaged and _are_weights(averaged)):
         raise UserError(f"{path} is damaged: its state_dict_ema holds no weights")
     names = [name for name in ("state_dict", "state_dict_ema") if content.get(name) is not None]
-    return {**content, "state_dict": state, **{name: clean_state_dict(content[name]) for name in names}}
+    weights = {name: {key: value.detach() for key, value in content[name].items()} for name in names}
+    for key, value in ((key, value) for own in weights.values() for key, value in own.items()):
+        if not _is_plain(value):
+            raise UserError(f"{path}: {key:.80} is sparse, quantized, complex, expanded or without values")
+    return {**content, "state_dict": state, **{name: clean_state_dict(own) for name, own in weights.items()}}
 
 
 def _are_weights(state: Any) -> bool:
-    return isinstance(state, dict) and all(isinstance(value, torch.Tensor) for value in state.values())
+    return isinstance(state, dict) and all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
+    )
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Return whether a tensor has a value of its own in memory for each element."""
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_complex():
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = True) -> dict[str, Any]:

@@ -55,6 +55,7 @@ from smlp.vision.compare import (
     run_folder,
     train_all,
 )
+from smlp.vision.data import open_split
 from smlp.vision.model import ImageModel
 from smlp.vision.presets import ImageConfig
 from smlp.vision.setup import LAST
@@ -77,10 +78,10 @@ _RECORD = "sweep.json"
 _REPORTS = (_RECORD, "report.md", "report.json", "report.png")
 _RECORDED = {
     **{"title": str, "paper": str, "x": str, "similarity": Maybe(str), "series": Each([str]), "seeds": [int]},
-    **{"data": str, "facts": Each(dict)},
+    **{"data": str, "split": Maybe(str), "facts": Each(dict)},
 }
 #: batches of images for CKA
-_BATCH, _BATCHES = 128, 8
+_BATCH, _BATCHES, _FEWEST = 128, 8, 4
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,10 @@ def run_sweep(
             )
     if sweep.similarity is not None and len(set(num_branches.values())) > 1:
         raise UserError(f"similarity needs models with equally many branches, got {num_branches}")
+    if sweep.similarity is not None and Path(sweep.comparison.data).is_dir():
+        _num_images(sweep.comparison.data, args.val_split)
     given = {name: getattr(sweep, name) for name in ("title", "paper", "x", "similarity", "series")}
-    more = {"data": sweep.comparison.data, "seeds": sweep.comparison.seeds, "facts": facts}
+    more = {"data": sweep.comparison.data, "split": args.val_split, "seeds": sweep.comparison.seeds, "facts": facts}
     status = train_all(
         sweep.comparison, counted, out, jobs, dry_run, lambda: write_json(out / _RECORD, {**given, **more}), _REPORTS
     )
@@ -297,6 +300,18 @@ def _series_tables(record: dict[str, Any], errors: dict[str, dict[int, float]]) 
     return [Table("series", "Between series", columns, rows)] if rows else []
 
 
+def _num_images(data: str, split: str) -> int:
+    """Return the number of images that models are compared on.
+
+    Raises:
+        UserError: there are too few.
+    """
+    found = len(open_split(data, split, None))
+    if found < _FEWEST:
+        raise UserError(f"{data} has {found} images in {split}, and similarity needs at least {_FEWEST}")
+    return found
+
+
 def _similarities(
     out: Path, record: dict[str, Any], errors: dict[str, dict[int, float]]
 ) -> dict[str, dict[int, float]]:
@@ -304,12 +319,14 @@ def _similarities(
     if record["similarity"] is None:
         return {}
     (reference,) = record["series"][record["similarity"]]
+    split = record.get("split") or "validation"  # older ones do not say
+    batch = min(_BATCH, _num_images(record["data"], split))
     found: dict[str, dict[int, float]] = {}
     for name in record["facts"]:
         for seed in errors[name] if name != reference else ():
             if seed in errors[reference]:
                 pair = [str(run_folder(out, one, seed) / LAST) for one in (reference, name)]
-                cka = compare_checkpoints(*pair, record["data"], "validation", _BATCH, _BATCHES)["cka"]
+                cka = compare_checkpoints(*pair, record["data"], split, batch, _BATCHES)["cka"]
                 found.setdefault(name, {})[seed] = sum(row[i] for i, row in enumerate(cka)) / len(cka)
     return found
 

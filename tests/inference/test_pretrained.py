@@ -118,7 +118,10 @@ def test_dictionary_with_the_data_or_by_name(checkpoint, tmp_path):
     (tmp_path / "data").mkdir()
     dictionary.rename(tmp_path / "data" / "dict.txt")
     assert len(load_pretrained(path).vocabulary) == 14
-    (tmp_path / "data" / "dict.txt").rename(tmp_path / "words.txt")
+    (tmp_path / "data" / "input0").mkdir()  # of sentence_prediction
+    (tmp_path / "data" / "dict.txt").rename(tmp_path / "data" / "input0" / "dict.txt")
+    assert len(load_pretrained(path).vocabulary) == 14
+    (tmp_path / "data" / "input0" / "dict.txt").rename(tmp_path / "words.txt")
     with pytest.raises(smlp.UserError, match=r"no dict\.txt beside"):
         load_pretrained(path)
     assert len(load_pretrained(path, dictionary=tmp_path / "words.txt").vocabulary) == 14

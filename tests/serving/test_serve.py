@@ -127,8 +127,9 @@ def test_a_stream_says_the_same(client, stop):
             assert [value for one in own for value in one["logprobs"][name]] == values
 
 
-def test_log_probabilities(client, model):
-    body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "logprobs": 4, "echo": True}
+@pytest.mark.parametrize("prompt", [PROMPT, " w3  w4\tw5"])
+def test_log_probabilities(client, model, prompt):
+    body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "logprobs": 4, "echo": True}
     (choice,) = ask(client, **body)[1]["choices"]
     assert choice["text"].startswith(PROMPT + " ")
     found = choice["logprobs"]

@@ -6,6 +6,7 @@ import timm
 import torch
 
 from smlp.cli.main import main
+from smlp.errors import UserError
 from smlp.plots.image_units import draw_image_units, gate_rows, mean_frequency, paired_order, token_units
 from smlp.vision import timm_models  # noqa: F401
 
@@ -46,6 +47,15 @@ def test_units_are_the_weights_over_tokens():
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_tokens_that_are_no_patches_are_left_out(tmp_path):
+    """Those of an RP-Mixer, and of blocks after one that mixes tokens into others."""
+    assert list(token_units(model("smlp_mixer_tiny", mixed_tokens=16).state_dict())) == [0]
+    permuted = model("smlp_rp_mixer_tiny").state_dict()
+    assert not token_units(permuted)
+    with pytest.raises(UserError, match="is not an MLP-Mixer or gMLP whose tokens are patches"):
+        draw_image_units(permuted, "permuted", tmp_path)
+
+
 @pytest.mark.parametrize("pool", ["mean", "cls"])
 def test_rows_of_gates_have_no_class_token(pool):
     gmlp = model("smlp_gmlp_tiny", pool=pool)
@@ -83,7 +93,7 @@ def test_the_command_draws_a_checkpoint(tmp_path, capsys):
 def test_other_models_are_refused(tmp_path, capsys):
     torch.save({"state_dict": {"head.weight": torch.zeros(2, 2)}}, tmp_path / "other.pth.tar")
     assert main(["vision", "plot", str(tmp_path / "other.pth.tar"), "--out", str(tmp_path)]) == 1
-    assert "is not an MLP-Mixer or gMLP with tokens on a square" in capsys.readouterr().err
+    assert "is not an MLP-Mixer or gMLP whose tokens are patches on a square" in capsys.readouterr().err
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path, capsys):

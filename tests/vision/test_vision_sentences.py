@@ -412,6 +412,12 @@ def test_damaged_weights_have_no_accuracy(digits, trained, capsys, tmp_path):
     torch.save(content, tmp_path / "nan.pth.tar")
     line = sentence(capsys, "evaluate", tmp_path / "nan.pth.tar", "--data-dir", digits, "-j", "0")
     assert f"{tmp_path / 'nan.pth.tar'} on " in line and "is nan: its weights are damaged or have diverged" in line
+    head = content["state_dict"]["head.weight"]
+    for odd in (head.to_sparse(), head.to("meta"), head.to(torch.complex64), torch.zeros(1).expand(10**6, 10**6)):
+        content["state_dict"]["head.weight"] = odd
+        torch.save(content, tmp_path / "odd.pth.tar")
+        line = sentence(capsys, "evaluate", tmp_path / "odd.pth.tar", "--data-dir", digits, "-j", "0")
+        assert "odd.pth.tar: head.weight is sparse, quantized, complex, expanded or without values" in line
 
 
 def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):

@@ -1,6 +1,7 @@
 """``smlp wide-sparse run`` and ``report``: series of image models along an axis."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -63,6 +64,23 @@ def test_similarity_is_that_of_mixed_classes(digits, tmp_path, monkeypatch):
     first, *others = seen
     labels = [label for _, label in first]
     assert len(set(labels[:20])) > 5 and labels != sorted(labels) and others and all(one == first for one in others)
+
+
+def test_similarity_of_few_images_in_a_split_of_another_name(digits, tmp_path, monkeypatch, capsys):
+    images = shutil.copytree(digits, tmp_path / "images")
+    (images / "validation").rename(images / "heldout")
+    train_in_this_process(monkeypatch)
+    path, out = write(tmp_path, images, seeds="[1]", options="--val-split heldout"), tmp_path / "out"
+    kept = [next((images / "heldout" / label).iterdir()) for label in "012"]
+    for image in {*(images / "heldout").glob("*/*")} - {*kept}:
+        image.rename(tmp_path / f"{image.parent.name}-{image.name}")
+    assert run(path, out) == 1 and not out.exists()
+    assert "has 3 images in heldout, and similarity needs at least 4" in capsys.readouterr().err
+    for image in tmp_path.glob("*-*.png"):
+        label, _, name = image.name.partition("-")
+        image.rename(images / "heldout" / label / name)
+    assert run(path, out) == 0
+    assert "CKA with S-Mixer" in (out / "report.md").read_text()
 
 
 def test_more_series_than_colours_are_all_drawn(tmp_path, monkeypatch):
