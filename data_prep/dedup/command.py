@@ -161,7 +161,7 @@ def _num_partitions(out: Path, parts: Sequence[FilePart]) -> int:
     record = out / WORK / "num_partitions"
     if record.is_file():
         kept = record.read_text(errors="replace").strip()
-        if not (kept.isdecimal() and 1 <= int(kept[:9]) <= MAX_PARTITIONS):
+        if not (kept.isdecimal() and len(kept) < 9 and 1 <= int(kept) <= MAX_PARTITIONS):
             raise UserError(f"{record} is damaged: it holds {kept!r:.40}, not a number of partitions; add --restart")
         return int(kept)
     size = sum(part.num_bytes * (_EXPANSION if part.path.suffix in COMPRESSED else 1) for part in parts)

@@ -76,7 +76,8 @@ def begin(
     """
     state = run.out / STATE
     own = [path for path in run.out.iterdir() if path.name.startswith(".")] if run.out.is_dir() else []
-    for path in chain(own, (path for folder in own for path in folder.rglob("*"))):
+    inside = (Path(at, name) for path in own for at, folders, files in os.walk(path) for name in (*folders, *files))
+    for path in chain(own, inside):
         if path.is_symlink():
             raise UserError(f"{path} is a link: no step made it, and records would go there")
     wanted = {"step": step, "settings": json.loads(json.dumps(settings))}

@@ -219,6 +219,17 @@ def without(manifest, *names):
     return {**manifest, "settings": {k: v for k, v in manifest["settings"].items() if k not in names}}
 
 
+@pytest.mark.parametrize("kept", ["", "x", "0", "99999999999"])
+def test_a_damaged_number_of_partitions_is_named(tmp_path, kept, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("one\n\ntwo")
+    run("--in", text, out=tmp_path / "out")
+    (tmp_path / "out" / ".work" / "num_partitions").write_text(kept)
+    text.write_text("one\n\nthree")
+    assert main(["data", "dedup", "--in", str(text), "--out", str(tmp_path / "out"), "--quiet"]) == 1
+    assert f"num_partitions is damaged: it holds {kept!r:.40}" in capsys.readouterr().err
+
+
 def test_against_all_pairs(tmp_path):
     documents = corpus(random.Random(7))
     held_out, documents = documents[:12], documents[12:]
