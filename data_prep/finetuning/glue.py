@@ -203,7 +203,7 @@ def encode_split(part: FilePart, out: Path, task: GlueTask, files: dict[str, Spl
     for number, texts in enumerate(rows.texts):
         blocks = [encoder.encode_batch(texts[at : at + BLOCK_LINES]) for at in range(0, len(texts), BLOCK_LINES)]
         ids_N, lengths_L = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
-        if not lengths_L.all() and not (task.leaves_out and split.startswith("test")):
+        if not lengths_L.all() and not (task.leaves_out and split.startswith(TEST)):
             raise UserError(f"{files[split].path}: the sentence {texts[lengths_L.argmin()]!r:.80} has no token")
         unknown += int(np.count_nonzero(ids_N == vocabulary.unk))
         lengths.append(lengths_L + 1)

@@ -149,9 +149,9 @@ def _count_values(content: Any, counted: dict[int, int]) -> int:
     Each character of a text and each byte of a whole number counts, as they become text in a ``.safetensors`` file.
     """
     if not isinstance(content, (Mapping, list, tuple, set, argparse.Namespace)):
-        if isinstance(content, int) and content.bit_length() > _MOST_BITS:
-            raise _Refused(f"a number of more than {_MOST_BITS:,} bits")
         if isinstance(content, int):
+            if content.bit_length() > _MOST_BITS:
+                raise _Refused(f"a number of more than {_MOST_BITS:,} bits")
             return 1 + content.bit_length() // 8
         return 1 + len(content) if isinstance(content, (str, bytes)) else 1
     if id(content) not in counted:

@@ -61,10 +61,10 @@ def log_records(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"training log {path} cannot be read: {error.strerror}") from error
 
 
-def read_training_log(path: Path, name: str, subset: str = "valid") -> TrainingCurve:
+def read_training_log(path: Path, name: str) -> TrainingCurve:
     """Read a log, see :func:`curve_of`. Raises UserError if the file is missing or holds no loss."""
     records = log_records(path)
-    curve = curve_of(records, name, subset)
+    curve = curve_of(records, name)
     if not curve.train and not curve.valid:
         raise UserError(
             f"training log {path} holds no loss in {len(records)} lines: was it written with --log-format json?"

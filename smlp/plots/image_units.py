@@ -71,13 +71,12 @@ def token_units(state: Mapping[str, torch.Tensor]) -> dict[int, np.ndarray]:
     connection with weights, and those of RP-Mixers, which permute all features.
     """
     found = {}
-    mixing = [int(match[1]) for match in map(_SKIP.match, state) if match]
+    first_mixing = min((int(match[1]) for match in map(_SKIP.match, state) if match), default=math.inf)
     for name, tensor in state.items():
         match = _TOKEN_UNITS.fullmatch(name)
-        is_of_patches = match and int(match[1]) <= min(mixing, default=int(match[1]))
-        if is_of_patches and f"blocks.{match[1]}.orders.0.index" in state:
+        if not match or int(match[1]) > first_mixing or f"blocks.{match[1]}.orders.0.index" in state:
             continue
-        if is_of_patches and tensor.dim() == 2 and _side(tensor.size(1)):
+        if tensor.dim() == 2 and _side(tensor.size(1)):
             side = _side(tensor.size(1))
             found[int(match[1])] = tensor.float().numpy().reshape(-1, side, side)
     return found

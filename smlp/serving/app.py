@@ -264,9 +264,6 @@ class _Answer:
         echo = choice.asked.text if echoes else ""
         logprobs = None
         if self._wanted.num_top is not None:
-            if echoes:  # as the model read it, which the offsets of its tokens count
-                decoder = tokenizer.decoder(prompt[0])
-                echo = "".join(map(decoder.push, prompt[1:]))
             known = list(choice.tokens)
             if echoes and choice.prompt_scores is not None:
                 scores = choice.prompt_scores
@@ -274,6 +271,8 @@ class _Answer:
                 known = [_Known(*row) for row in rows] + known
             before = prompt[0] if echoes else prompt[-1]
             logprobs = _logprobs(tokenizer, tokenizer.decoder(before), before, known, 0)
+            if echoes:  # as the model read it, which the offsets of its tokens count
+                echo = "".join(logprobs["tokens"][: len(prompt) - 1])
         text = echo + "".join(token.shown for token in choice.tokens)
         # a prompt that was only scored has no end
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish or "length"}
