@@ -1,4 +1,4 @@
-"""Self-attention (Vaswani et al., 2017), causal or over all positions, by content or by distance.
+"""Self-attention (Vaswani et al., 2017), causal or over all positions, by content and by distance.
 
 Letters: ``B`` sequences, ``n`` new tokens, ``m`` all tokens up to now, ``H`` width, ``h`` heads, ``d`` width of a head.
 """
@@ -17,6 +17,7 @@ from smlp.nn.state import ForwardContext
 from smlp.ops import toeplitz_matrices
 
 BUCKETS, _FARTHEST = 32, 128
+_ROTARY_BASE = 10000.0
 
 
 class RelativeBias(nn.Module):
@@ -56,6 +57,24 @@ def relative_buckets(num_tokens: int, is_causal: bool, device: torch.device | No
     return bucket_L if is_causal else bucket_L + (distance_L > 0) * buckets
 
 
+def rotate(x_Bhnd: Tensor, start: int) -> Tensor:
+    """Turn features i and i + d/2 of position t by t / 10000^(2i/d) (rotary positions: Su et al., 2021, equation 34).
+
+    The product of a query and a key that are turned so depends on their distance, not on where they are.
+
+    Args:
+        x_Bhnd: queries or keys, (B, h, n, d), d even.
+        start: t of the first position.
+    """
+    half = x_Bhnd.size(3) // 2
+    like = {"device": x_Bhnd.device, "dtype": torch.promote_types(x_Bhnd.dtype, torch.float32)}
+    rate_d = _ROTARY_BASE ** (torch.arange(half, **like) / -half)
+    angle_nd = torch.arange(start, start + x_Bhnd.size(2), **like)[:, None] * rate_d
+    cos_nd, sin_nd = angle_nd.cos().to(x_Bhnd.dtype), angle_nd.sin().to(x_Bhnd.dtype)
+    first, second = x_Bhnd.chunk(2, dim=3)
+    return torch.cat((first * cos_nd - second * sin_nd, second * cos_nd + first * sin_nd), dim=3)
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention. In a causal model no position sees a later one; no token sees padding.
 
@@ -66,8 +85,8 @@ class SelfAttention(nn.Module):
         width: of queries, keys and values, a multiple of the heads; by default H.
         num_heads: h; by default those of the model.
         out_dim: width of the output; by default H.
-        scores: "content" (queries times keys), "relative" (the same plus a bias for each distance) or "relative_only"
-            (the bias alone: there are no queries and keys).
+        scores: "content" (queries times keys), "rotary" (the same, both turned by their positions), "relative" (plus a
+            bias for each distance) or "relative_only" (the bias alone: there are no queries and keys).
     """
 
     def __init__(
@@ -84,11 +103,12 @@ class SelfAttention(nn.Module):
         self.max_tokens = config.max_tokens
         self.is_causal = not config.is_bidirectional
         self.has_content = scores != "relative_only"
+        self.is_rotary = scores == "rotary"
         self.dropout = config.attention_dropout
         self.proj_in = xavier_linear(config.embed_dim, (3 if self.has_content else 1) * width)
         self.proj_out = xavier_linear(width, config.embed_dim if out_dim is None else out_dim)
         self.relative = None
-        if scores != "content":
+        if scores in ("relative", "relative_only"):
             self.relative = RelativeBias(self.num_heads, config.max_tokens, self.is_causal)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
@@ -104,6 +124,8 @@ class SelfAttention(nn.Module):
         mask = self._mask(x_Bn3H, 0, context.valid_Bn)
         if self.has_content:
             query, key, _ = x_Bn3H.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+            if self.is_rotary:
+                query, key = rotate(query, 0), rotate(key, 0)
             return _shares(query, key, mask)
         assert mask is not None, "attention without content scores has a bias"
         return mask.softmax(-1).expand(x_BnH.size(0), -1, -1, -1)
@@ -114,6 +136,9 @@ class SelfAttention(nn.Module):
         width = x_Bn3H.size(2) // (num_parts * self.num_heads)
         # (B, 3h, n, d): the cached keys of a head are contiguous, which makes a single query twice as fast
         heads = x_Bn3H.unflatten(2, (-1, width)).transpose(1, 2)
+        if self.is_rotary:
+            turned, value = heads.split([2 * self.num_heads, self.num_heads], dim=1)
+            heads = torch.cat((rotate(turned, context.start), value), dim=1)
         if not self.has_content:
             value, start = context.remember(self, heads, self.max_tokens)
         elif context.state is None:  # cut once, so that gradients are joined once

@@ -165,6 +165,7 @@ def test_sparse_positions_are_distinct_layers(num_dense, num_sparse):
         ({"sparse_placement": "alternate", "num_dense_layers": 1}, ["num_sparse_layers=12", "num_dense_layers=1"]),
         ({"positions": "sinusoidal", "embed_dim": 33, "num_experts": 3}, ["sinusoidal", "33"]),
         ({"dense_block": "transformer", "num_heads": 5}, ["num_heads=5", "embed_dim=1024"]),
+        ({"dense_block": "transformer", "num_heads": 1024, "transformer_attention": "rotary"}, ["even width, got 1"]),
         ({"ffn_dim": 2**63}, ["ffn_dim must be at most 2,147,483,647, got 9223372036854775808"]),
         ({"num_experts": 2**70}, ["num_experts must be at most 2,147,483,647"]),
         ({"num_dense_layers": 2**40}, [f"num_dense_layers={2**40}", "more than 10000 layers"]),

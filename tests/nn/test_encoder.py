@@ -102,7 +102,7 @@ def test_gmlp_blocks_against_the_reference(gate, direction, spatial_weights, att
     assert_same(got, want, [x, *block.parameters()], 1e-10)
 
 
-@pytest.mark.parametrize("scores", ["content", "relative", "relative_only"])
+@pytest.mark.parametrize("scores", ["content", "rotary", "relative", "relative_only"])
 @pytest.mark.parametrize("direction", ["causal", "bidirectional"])
 def test_attention_weights_are_those_of_the_output(direction, scores):
     config = preset("dense_lm", direction=direction, num_heads=2, **SMALL)
@@ -203,7 +203,7 @@ CAUSAL = [
     *(("smlp", {"feature_experts": kind, "spatial_weights": "toeplitz"}) for kind in ("gated", "linear", "additive")),
     ("smlp_partial", {"feature_experts": "additive", "spatial_weights": "toeplitz"}),
     ("gmlp_moe", {"spatial_weights": "toeplitz", "gmlp_attention_dim": 4}),
-    *(("dense_lm", {"transformer_attention": kind}) for kind in ("relative", "relative_only")),
+    *(("dense_lm", {"transformer_attention": kind}) for kind in ("rotary", "relative", "relative_only")),
     ("dense_lm", {"layer_norm": "after"}),
 ]
 

@@ -1,5 +1,6 @@
 """Attention against an explicit masked softmax, a block against torch's own, positions, decoding, padding."""
 
+import cmath
 import math
 
 import pytest
@@ -17,6 +18,7 @@ from smlp.nn.stack import sinusoidal_positions
 from smlp.nn.state import DecodingState, ForwardContext
 
 WIDTH, MAX_TOKENS = 12, 10
+SCORES = ("content", "rotary", "relative", "relative_only")
 SMALL = {"vocab_size": 30, "max_tokens": MAX_TOKENS, "embed_dim": WIDTH, "ffn_dim": 20, "dropout": 0.0}
 SMALL |= {"num_dense_layers": 2, "num_heads": 3}
 POSITIONS = ("none", "sinusoidal", "learned")
@@ -49,8 +51,15 @@ def slow_bucket(far, buckets):
     return min(exact + int(math.log(far / exact) / math.log(128 / exact) * (buckets - exact)), buckets - 1)
 
 
+def as_complex(vector_d, turns):
+    """Su et al., 2021, section 3.2.1: pairs of features as complex numbers, pair i times e^(i t / 10000^(2i/d))."""
+    half = len(vector_d) // 2
+    factors = [cmath.exp(1j * turns / 10000 ** (2 * i / len(vector_d))) for i in range(half)]
+    return torch.complex(vector_d[:half], vector_d[half:]) * torch.tensor(factors, dtype=torch.cdouble)
+
+
 def slow_attention(module, x_BnH, num_heads, seen=None):
-    """Vaswani et al., 2017, section 3.2, for each sequence, head and position by itself; with T5's biases."""
+    """Vaswani et al., 2017, section 3.2, for each sequence, head and position by itself; by distance, too."""
     parts = 3 if module.has_content else 1
     weights = [*module.proj_in.weight.chunk(parts), *module.proj_in.bias.chunk(parts)]
     projected = [x_BnH @ w.t() + b for w, b in zip(weights[:parts], weights[parts:], strict=True)]
@@ -60,7 +69,10 @@ def slow_attention(module, x_BnH, num_heads, seen=None):
 
     def score(b, h, t, s):
         part, total = slice(h * depth, (h + 1) * depth), torch.zeros((), dtype=x_BnH.dtype)
-        if module.has_content:
+        if module.is_rotary:
+            turned_query, turned_key = as_complex(query[b, t, part], t), as_complex(key[b, s, part], s)
+            total = total + (turned_query * turned_key.conj()).real.sum() / math.sqrt(depth)
+        elif module.has_content:
             total = total + query[b, t, part] @ key[b, s, part] / math.sqrt(depth)
         if module.relative is not None:
             total = total + module.relative.weight[h, bucket_of(s - t, module.is_causal)]
@@ -82,8 +94,8 @@ def slow_attention(module, x_BnH, num_heads, seen=None):
 @pytest.mark.parametrize(
     ("num_heads", "scores", "direction"),
     [(h, "content", "causal") for h in (1, 3, 12)]
-    + [(3, scores, "causal") for scores in ("relative", "relative_only")]
-    + [(3, scores, "bidirectional") for scores in ("content", "relative", "relative_only")],
+    + [(3, scores, "causal") for scores in SCORES[1:]]
+    + [(3, scores, "bidirectional") for scores in SCORES],
 )
 @pytest.mark.parametrize("num_tokens", [1, 6, MAX_TOKENS])
 def test_attention_against_a_masked_softmax(num_heads, scores, direction, num_tokens):
@@ -94,7 +106,7 @@ def test_attention_against_a_masked_softmax(num_heads, scores, direction, num_to
     assert_same(module(x, ForwardContext()), want, [x, *module.parameters()], 1e-9)
 
 
-@pytest.mark.parametrize("scores", ["content", "relative", "relative_only"])
+@pytest.mark.parametrize("scores", SCORES)
 def test_no_token_sees_padding(scores):
     module, x = attention(3, scores, "bidirectional"), inputs(2, 6)
     valid = torch.arange(6) < torch.tensor([[6], [4]])
@@ -108,7 +120,7 @@ def test_buckets_of_distances():
         assert got == [bucket_of(distance, is_causal) for distance in range(-199, 200)]
 
 
-@pytest.mark.parametrize("scores", ["content", "relative", "relative_only"])
+@pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("chunks", [[1] * 10, [4, 1, 5], [1, 9], [3, 3, 4], [10]])
 def test_attention_in_chunks(chunks, scores):
     module, x = attention(3, scores), inputs(2, MAX_TOKENS).detach()

@@ -38,7 +38,7 @@ from smlp.nn.layers import Dropout
 from smlp.nn.state import ForwardContext
 from smlp.parallel import Ranks
 
-SCORES_OF = ("content", "relative", "relative_only")
+SCORES_OF = ("content", "rotary", "relative", "relative_only")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class TransformerSettings:
 
     attention: str = setting(
         "content",
-        "scores of self-attention: queries times keys, the same plus a bias for each distance, or the bias alone",
+        "scores of self-attention: queries times keys, the same turned by their positions, plus a bias for each "
+        "distance, or the bias alone",
         SCORES_OF,
     )
     ffn_density: float = setting(
@@ -81,6 +82,12 @@ def _check_heads(config: ModelConfig) -> None:
         config.embed_dim % config.num_heads == 0,
         f"num_heads={config.num_heads} must divide embed_dim={config.embed_dim}",
     )
+    width = config.embed_dim // config.num_heads
+    require(
+        config.own("transformer").attention != "rotary" or width % 2 == 0,
+        f"rotary attention needs heads of an even width, got {width} (embed_dim={config.embed_dim} / num_heads="
+        f"{config.num_heads})",
+    )
 
 
 def _attention_costs(config: ModelConfig, layer: int, num_tokens: int) -> Component:
@@ -92,7 +99,7 @@ def _attention_costs(config: ModelConfig, layer: int, num_tokens: int) -> Compon
         f"blocks.{layer}.mixing",
         layer,
         ATTENTION,
-        other_params=2 * H + projections + (scores != "content") * config.num_heads * BUCKETS,
+        other_params=2 * H + projections + scores.startswith("relative") * config.num_heads * BUCKETS,
         work={
             NORMS: LAYER_NORM_FLOPS * H,
             PROJECTIONS: (4 if content else 2) * H * H,
