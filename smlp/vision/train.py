@@ -63,10 +63,11 @@ class _Loop(Training):
         """Train and evaluate epoch by epoch; save after each."""
         row: dict[str, float] = {}
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        first, end = self.first_epoch, self.num_epochs
+        epochs = f"epochs {first} to {end - 1}" if first < end else f"none left of {end} epochs"
         self._say(
-            f"{self.args.model}: {parameters:,} parameters, {len(self.batches.dataset):,} images, epochs "
-            f"{self.first_epoch} to {self.num_epochs - 1} of {len(self.batches)} batches on {self.args.world_size} "
-            f"rank(s) of {self.device.type}, in {self.folder}"
+            f"{self.args.model}: {parameters:,} parameters, {len(self.batches.dataset):,} images, {epochs} of "
+            f"{len(self.batches)} batches on {self.args.world_size} rank(s) of {self.device.type}, in {self.folder}"
         )
         for epoch in range(self.first_epoch, self.num_epochs):
             if self.mixes and self.args.mixup_off_epoch and epoch >= self.args.mixup_off_epoch:

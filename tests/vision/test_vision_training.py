@@ -104,8 +104,10 @@ def test_a_run_resumes_in_its_own_folder(digits, tmp_path, capsys):
     first, second = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch 1 [")]
     progress = r"epoch 1 \[{}/2\] loss [\d.]+, learning rate [\d.e-]+, [\d,]+ images/s, {} s left"
     assert re.fullmatch(progress.format(1, r"[\d,]+"), first) and re.fullmatch(progress.format(2, 0), second)
-    assert train(digits, *options, "--epochs", "3", "--resume", tmp_path / "run" / "last.pth.tar") == 0
-    assert [row["epoch"] for row in rows(tmp_path / "run")] == ["0", "1", "2"]
+    for shown in ("epochs 2 to 2 of 2 batches", "none left of 3 epochs of 2 batches"):
+        assert train(digits, *options, "--epochs", "3", "--resume", tmp_path / "run" / "last.pth.tar") == 0
+        assert shown in capsys.readouterr().out
+        assert [row["epoch"] for row in rows(tmp_path / "run")] == ["0", "1", "2"]
 
 
 def test_seeds_and_epochs_draw_different_batches(digits, tmp_path):
