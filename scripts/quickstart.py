@@ -181,6 +181,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def duration(text: str) -> float:
+    """Parse a training time, above 0 and at most a year."""
+    if not 0 < float(text) <= 525_600:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 525,600, not {text}")
+    return float(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bash scripts/quickstart.sh", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group()
@@ -190,7 +197,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="default: runs/quickstart")
     parser.add_argument(
-        "--minutes", type=float, default=5.5, help="training time of both models (default: %(default)s)"
+        "--minutes", type=duration, default=5.5, help="training time of both models (default: %(default)s)"
     )
     parser.add_argument("--updates", type=positive, help="updates for each model, instead of --minutes")
     parser.add_argument("--vocab-size", type=positive, default=8000, help="default: %(default)s")

@@ -6,6 +6,7 @@ The layout is that of ImageNet and of ``smlp vision data``: ``DIR/train/CLASS/IM
 from __future__ import annotations
 
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ _ALIASES = {
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "eval", "evaluation"),
 }
+
+_UNREAD = {".avif", ".bmp", ".gif", ".heic", ".jp2", ".tif", ".tiff", ".webp"}  # images that timm passes over
 
 
 class NamedImages(ImageDataset):
@@ -117,6 +120,18 @@ def open_split(data_dir: str, split: str, classes: list[str] | None, channels: i
     if classes is not None and (unknown := {one.name for one in folder.iterdir() if one.is_dir()} - set(classes)):
         raise UserError(_unknown(folder, sorted(unknown), classes))
     return NamedImages(str(folder), reader=reader, input_img_mode="RGB" if channels == 3 else "L")
+
+
+def warn_of_unread(dataset: NamedImages) -> None:
+    """Print how many images of a split are of kinds that timm leaves out, if any are."""
+    kinds = set(get_img_extensions())
+    found = [path for path in Path(dataset.reader.root).glob("*/*") if path.suffix.lower() in _UNREAD - kinds]
+    if found:
+        print(
+            f"smlp: warning: {len(found):,} images such as {min(found)} are left out: timm reads "
+            f"{', '.join(sorted(kinds))}",
+            file=sys.stderr,
+        )
 
 
 def class_names(dataset: NamedImages) -> list[str]:

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from smlp.errors import NaNError, UserError
 from smlp.launch.team import Team
 from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint, trained_with
-from smlp.vision.data import evaluation_loader, open_split, said_by_timm
+from smlp.vision.data import evaluation_loader, open_split, said_by_timm, warn_of_unread
 from smlp.vision.image_options import check_images
 
 #: options of a training that an evaluation of its checkpoint takes over unless they are given
@@ -137,6 +137,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
     channels = 3 if args.in_chans is None else args.in_chans
     check_images(args, channels)
     dataset = open_split(args.data_dir, args.split, args.classes, channels)
+    warn_of_unread(dataset)
     if len(dataset.reader.class_to_idx) > model.num_classes:
         raise UserError(
             f"{dataset.reader.root} has {len(dataset.reader.class_to_idx)} classes, but the model has "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -24,7 +25,14 @@ from torch import nn
 
 from smlp.errors import UserError
 from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint
-from smlp.vision.data import class_names, evaluation_loader, open_split, said_by_timm, training_loader
+from smlp.vision.data import (
+    class_names,
+    evaluation_loader,
+    open_split,
+    said_by_timm,
+    training_loader,
+    warn_of_unread,
+)
 from smlp.vision.evaluate import precision_of
 from smlp.vision.image_options import MOMENTUM
 
@@ -141,6 +149,9 @@ class Training:
         images = open_split(args.data_dir, args.train_split, None, channels)
         args.classes = class_names(images)
         held_out = open_split(args.data_dir, args.val_split, args.classes, channels)
+        if args.rank == 0:
+            warn_of_unread(images)
+            warn_of_unread(held_out)
         args.num_classes = args.num_classes or len(args.classes)
         if len(args.classes) > args.num_classes:
             raise UserError(f"--num-classes {args.num_classes}: {images.reader.root} has {len(args.classes)} classes")
@@ -159,6 +170,12 @@ class Training:
         elif initial is not None:
             load_weights(self.model, initial, args.initial_checkpoint, args, new_head=True)
         config = resolve_data_config(vars(args), model=self.model)
+        if args.rank == 0 and args.no_aug and config["crop_pct"] < 1:
+            print(
+                f"smlp: warning: --no-aug trains on whole images, but validation cuts out {config['crop_pct']:.4g} of "
+                "their side: --crop-pct 1 takes whole ones there, too",
+                file=sys.stderr,
+            )
         with said_by_timm("--aa, --mixup, --train-interpolation or --interpolation"):
             self.batches = training_loader(images, args, config, device)
             self.held_out = evaluation_loader(held_out, args, config, device)

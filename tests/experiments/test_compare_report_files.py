@@ -306,7 +306,7 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats, c
             late = [{**line, "valid_loss": bits} if "valid_num_updates" in line else line for line in lines]
             (run / "train.log").write_text("".join(f"{json.dumps(line)}\n" for line in late))
             scores = json.loads((run / "scores.json").read_text())
-            scores["subsets"]["valid"] |= {"nll_all": nats, "nll_after_prefix": nats}
+            scores["subsets"]["valid"] |= {"nll_all": nats} | ({} if seed == SEEDS[2] else {"nll_after_prefix": nats})
             (run / "scores.json").write_text(json.dumps(scores))
     found = {run.name: reason for run, reason in incomplete(read_results(out))}
     assert set(found) == {"gMLP-s2", "Switch-s1", "Switch-s2", "Switch-s3"}

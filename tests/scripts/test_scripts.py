@@ -58,6 +58,14 @@ def test_quickstart_on_a_users_text_twice(tiny_text, tmp_path, refused):
     assert not (tmp_path / "new" / "settings.json").exists()
 
 
+@pytest.mark.parametrize("minutes", ["nan", "inf", "-5"])
+def test_quickstart_needs_a_time(tmp_path, minutes):
+    words = f"scripts/quickstart.py --out {tmp_path / 'out'} --minutes={minutes}"
+    done = shell(f"{sys.executable} {REPOSITORY}/{words}", tmp_path)
+    assert done.returncode == 2 and f"must be above 0 and at most 525,600, not {minutes}" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_quickstart_leaves_a_users_folder_alone(tiny_text, tmp_path, refused):
     mine = tmp_path / "text" / "book.txt"
     mine.parent.mkdir()

@@ -67,6 +67,20 @@ def test_a_checkpoint_that_cannot_be_written_is_one_sentence(digits, tmp_path, m
     assert not (tmp_path / "full" / "tmp.pth.tar").exists()
 
 
+def test_what_evaluation_would_not_see_is_said(digits, tmp_path, capsys):
+    """Images of kinds that timm passes over, and the edges of images that training sees whole."""
+    data = tmp_path / "data"
+    shutil.copytree(digits, data)
+    (data / "train" / "3" / "more.webp").write_bytes(b"RIFF")
+    options = ("--epochs", "1", "--warmup-epochs", "0", "-b", "80", "--no-aug", "--output", tmp_path)
+    assert train(str(data), *options) == 0
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1 and "1 images such as" in said and "3/more.webp are left out: timm reads" in said
+    assert train(digits, *options, "--experiment", "cut", "--crop-pct", "0.875") == 0
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1 and "validation cuts out 0.875 of their side: --crop-pct 1 takes whole" in said
+
+
 def rows(folder):
     with open(folder / "summary.csv", newline="") as file:
         found = list(csv.DictReader(file))

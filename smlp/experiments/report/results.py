@@ -243,9 +243,11 @@ def _model(record: Mapping[str, Any]) -> Model:
 def _diverged(scores: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield a note for each validation set on which the trained model has no finite perplexity."""
     for subset, found in ((scores or {}).get("subsets") or {}).items():
-        loss = found.get("nll_after_prefix")
-        if loss is not None and not math.isfinite(of_nats(loss)):
-            yield f"it diverged: its loss on {subset} is {loss:.3g} nats per token, so no table has its perplexity"
+        losses = (found.get(name) for name in ("nll_after_prefix", "nll_all"))
+        for loss in losses:
+            if loss is not None and not math.isfinite(of_nats(loss)):
+                yield f"it diverged: its loss on {subset} is {loss:.3g} nats per token, so no table has its perplexity"
+                break
 
 
 def _run(out: Path, model: Model, seed: int, subset: str, updates: int) -> RunResult:
