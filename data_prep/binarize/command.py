@@ -187,9 +187,13 @@ def _merge(
         empty = sum(tokens_of_plan(part) == 0 for part in parts)
         if empty:
             what = f"{empty} of {len(own)} shards of {split} are" if len(own) > 1 else f"{split} is"
+            counts = Counts()
+            for result in done.results:
+                counts.add(result.counts)
+            dropped = ", ".join(f"{number:,} {reason}" for reason, number in counts.dropped.items())
             raise UserError(
-                f"{what} empty: there are too few documents (or, where lines are read, too few parts): lower --shards "
-                "or --part-bytes (with --restart), or look at what was dropped"
+                f"{what} empty: there are too few documents ({counts.documents_in:,}, dropped: {dropped or 0}) or, "
+                "where lines are read, too few parts: lower --shards or --part-bytes (with --restart)"
             )
         plans += parts
     merged = run_parts(run, "merge", plans, merge_part).results

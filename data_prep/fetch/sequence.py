@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -64,8 +65,9 @@ def fetch(wanted: Wanted) -> Outcome:
         parts = _requested(wanted, [(name, row, None) for name, row in _shards(wanted)][: wanted.limit_files])
     else:
         cut_text = wanted.reading.documents_of_text != "file"
-        parts = plan_parts(find_files(source.paths, FORMATS), min(PART_BYTES, wanted.file_bytes), cut_text=cut_text)
-        parts = [replace(part, source=source.name) for part in parts[: wanted.limit_files]]
+        most = sys.maxsize if wanted.limit_documents else min(PART_BYTES, wanted.file_bytes)
+        parts = plan_parts(find_files(source.paths, FORMATS)[: wanted.limit_files], most, cut_text=cut_text)
+        parts = [replace(part, source=source.name) for part in parts]
     problems: list[str] = []
     if files:
         index, number = run.share

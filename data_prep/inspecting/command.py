@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         "files": {name: statistics.to_json() for name, statistics in found.files.items()},
         "splits": {name: statistics.to_json() for name, statistics in splits.items()},
         "top": {name: _named(statistics.top(TOP), found.vocabulary, tokenizer) for name, statistics in splits.items()},
-        "samples": _samples(args.folder, found, tokenizer, args.samples),
+        "samples": _samples(args.folder, found, tokenizer, args.samples if tokenizer else 0),
         "problems": found.problems,
     }
     _show(report)
@@ -100,11 +100,15 @@ def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
     """Return the tokenizer of the first file's folder; None if there is no file, or none and no sample is wanted."""
     if not found.files:
         return None
+    folder = (args.folder / next(iter(found.files))).parent
+    model = find_tokenizer([folder])
     try:
-        return Tokenizer(found.vocabulary, find_tokenizer([(args.folder / next(iter(found.files))).parent]))
+        return Tokenizer(found.vocabulary, model)
     except UserError:
-        if args.samples:
+        if args.samples and model is not None:
             raise
+        if args.samples:
+            print(f"smlp: no samples: {folder} has no tokenizer")
         return None
 
 

@@ -41,6 +41,7 @@ _SHOWN = 3  # most tensors named in a message
 _IS_FOLDER = 0x10  # attribute bit that marks a folder for MS-DOS and torch
 _FOLDER = "archive"
 _ALIGNMENT = 64  # of tensors in the file, in bytes; a memory-mapped file can then be used in place
+_OLD_FORMAT = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # how files of torch.save began before 1.6
 _LOCAL_HEADER = struct.Struct("<26xHH")  # header of a zip record; it ends in the lengths of name and extra field
 _ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
 _PADDING_ID = 0x4246  # extra field with which torch also aligns records
@@ -316,6 +317,13 @@ def unreadable(path: Path, error: Exception) -> str:
     """Return the message for a file that could not be read."""
     if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: an offset outside the file
         return f"cannot read {path}: {error.strerror or error}"
+    with open(path, "rb") as file:
+        is_old = file.read(len(_OLD_FORMAT)) == _OLD_FORMAT
+    if is_old:
+        return (
+            f"{path} is in torch's format from before 1.6. If you trust it, convert it: torch.save(torch.load("
+            f"{str(path)!r}, weights_only=False), 'new.pt')"
+        )
     reason = (str(error).splitlines() or [""])[0].split("Re-running")[0].strip()  # torch's advice is dangerous
     return (
         f"{path} ({path.stat().st_size:,} bytes) is truncated or not a checkpoint: it cannot be read "

@@ -90,7 +90,9 @@ class MoEConfig:
         "loss_free: function of the scores, for choosing experts (with the bias) and for weights (without)",
         GATES,
     )
-    router_freeze: float = setting(1.0, "share of --max-update after which routers are no longer trained; 1 for never")
+    router_freeze: float = setting(
+        1.0, "share of --max-update after which routers of tokens are not trained; 1 for never"
+    )
     capacity_factor: float = setting(
         1.0, "Switch, GShard: capacity of an expert in training, in units of k*N/E; 0 drops nothing"
     )

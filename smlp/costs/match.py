@@ -187,7 +187,8 @@ def _layer_choices(start: ModelConfig, target: float) -> Iterator[ModelConfig]:
     def cost(num_dense: int, num_sparse: int) -> float:
         return flops_per_token(replace(start, num_dense_layers=num_dense, num_sparse_layers=num_sparse))
 
-    dense, sparse = cost(2, 0) - cost(1, 0), cost(1, 1) - cost(1, 0)
+    dense = cost(2, 0) - cost(1, 0)
+    sparse = cost(1, 1) - cost(1, 0) if start.num_sparse_layers else dense
     for_layers = target - (cost(1, 0) - dense)
     if for_layers / min(dense, sparse) > MAX_LAYERS:
         raise UserError(

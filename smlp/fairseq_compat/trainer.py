@@ -113,6 +113,13 @@ class SparseTrainer(Trainer):
                 cfg.common.fp16_no_flatten_grads = True
         check_half_precision(cfg, torch.cuda.is_available() and not cfg.common.cpu)
 
+    def _build_ema(self) -> None:
+        super()._build_ema()
+        if self._ema is not None:  # whole numbers, such as tables of ids, are copied: they have no average
+            state = self._model.state_dict()
+            whole = {name for name, value in state.items() if torch.is_tensor(value) and not value.is_floating_point()}
+            self._ema.skip_keys = whole | set(self._ema.skip_keys)
+
     def _prepare_options(self) -> None:
         """Prepare what the options of the model ask for: records, a profile, compiled blocks."""
         options = self.cfg.model

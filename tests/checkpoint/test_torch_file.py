@@ -124,6 +124,10 @@ class Bomb:
         (lambda path: path.write_bytes(b""), ["(0 bytes)", "truncated"]),
         (lambda path: os.truncate(path, 5000), ["(5,000 bytes)", "truncated"]),
         (lambda path: path.write_bytes(pickle.dumps({"model": 1})), ["truncated or not a checkpoint"]),
+        (
+            lambda path: torch.save({"x": torch.ones(3)}, path, _use_new_zipfile_serialization=False),
+            ["format from before 1.6", "weights_only=False"],
+        ),
         (lambda path: torch.save(Anything(), path), ["Anything", "not read"]),
         (lambda path: torch.save(os.system, path), ["system", "not read"]),
         (lambda path: torch.save(Bomb(), path), ["bytearray", "not read"]),

@@ -115,6 +115,12 @@ def test_a_family_that_cannot_be_built_is_named(capsys):
     assert "num_experts=7 must divide embed_dim=256" in shown and "no match: smlp, smlp_partial, smlp_leaky\n" in shown
 
 
+def test_experts_do_not_matter_for_dense_models():
+    """Neither does what their number divides."""
+    goal, size, shared = like("gmlp_lm_tiny", {"embed_dim": 60})
+    assert match("gmlp_lm", goal, "layers", size, shared).difference == 0
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

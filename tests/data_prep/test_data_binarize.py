@@ -326,6 +326,10 @@ def test_after_a_kill_the_same_shards_and_no_half_one(sample, tokenizer, tmp_pat
         (["--train", "sample/train/a.jsonl", "--tokenizer", "nowhere"], "--tokenizer nowhere is not a folder"),
         (["--train", "sample/train/a.jsonl", "--tokenizer", "sample"], "there is no dictionary file sample/dict.txt"),
         (["--train", "empty.txt", "--format", "lines"], "train is empty"),
+        (
+            ["--train", "sample/train/a.jsonl", "--text-field", "body"],
+            "documents (63, dropped: 63 no text in field 'body')",
+        ),
     ],
 )
 def test_mistakes(sample, tokenizer, tmp_path, monkeypatch, capsys, arguments, words):

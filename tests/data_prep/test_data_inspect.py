@@ -216,6 +216,17 @@ def test_data_of_fairseq_preprocess(tiny_data, capsys):
     assert "3 files are whole" in out and "--- from test" in out
 
 
+def test_data_of_pieces_without_their_tokenizer(made, tmp_path, capsys):
+    for path in made.glob("**/*"):
+        if path.name in ("dict.txt", "train.bin", "train.idx"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert inspect(tmp_path) == 0
+    out = capsys.readouterr().out
+    assert f"no samples: {tmp_path} has no tokenizer" in out and "1 files are whole" in out and "--- from" not in out
+    (tmp_path / "sentencepiece.model").write_bytes(b"damaged")
+    assert inspect(tmp_path) == 1
+
+
 def test_places_that_cannot_be_written_are_found_before_the_work(made, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(checks, "inspect", lambda *_: pytest.fail("the work has begun"))
     other = tmp_path / "text.txt"

@@ -242,6 +242,19 @@ def test_limits(server, tmp_path):
     assert counts(out / "books")["other"]["parts cut short by --limit-documents"] == 2
 
 
+def test_limits_are_of_files_not_of_their_parts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{number}"}}\n' for number in range(100)))
+    run(
+        folder, "--out", tmp_path / "out", *QUICK, "--file-bytes", "300", "--limit-documents", "2", "--limit-files", "2"
+    )
+    assert texts(tmp_path / "out") == ["a0", "a1", "b0", "b1"]
+    run(folder, "--out", tmp_path / "files", *QUICK, "--file-bytes", "300", "--limit-files", "2")
+    assert len(texts(tmp_path / "files")) == 200
+
+
 def test_a_folder_of_mixed_files(tmp_path, capsys):
     """Each kind of file, one that is empty and one that is damaged, without any network."""
     folder, out = tmp_path / "my texts", tmp_path / "out"

@@ -144,10 +144,21 @@ def odd_runs(trained, tiny_data, tmp_path_factory, run_fairseq_many):
         "another table": train(
             "hash_lm_tiny", "--hash-seed", "7", "--restore-file", last["hash_lm_tiny"], save_dir=folder / "table"
         ),
+        "averaged": train("hash_lm_tiny", "--store-ema", "--ema-fp32", save_dir=folder / "averaged"),
         "another optimizer": train("smlp_tiny", "--optimizer", "sgd", "--restore-file", last["smlp_tiny"]),
         "another precision": train("smlp_tiny", "--bf16", "--restore-file", last["smlp_tiny"]),
     }
     return folder, dict(zip(cases, run_fairseq_many(list(cases.values()), timeout=240), strict=True))
+
+
+def test_tables_of_ids_have_no_average(odd_runs):
+    folder, runs = odd_runs
+    assert runs["averaged"].rc == 0, runs["averaged"].stderr
+    state = torch.load(folder / "averaged" / "checkpoint_last.pt", weights_only=False)
+    model, average = state["model"], state["extra_state"]["ema"]
+    tables = [name for name in model if name.endswith("router.table")]
+    assert tables and all(torch.equal(model[name], average[name]) for name in tables)
+    assert any(not torch.equal(model[name], average[name]) for name in average if name not in tables)
 
 
 def test_settings_without_effect_are_said(odd_runs):
