@@ -66,10 +66,11 @@ def rotate(x_Bhnd: Tensor, start: int) -> Tensor:
         x_Bhnd: queries or keys, (B, h, n, d), d even.
         start: t of the first position.
     """
-    half = x_Bhnd.size(3) // 2
-    like = {"device": x_Bhnd.device, "dtype": torch.promote_types(x_Bhnd.dtype, torch.float32)}
-    rate_d = _ROTARY_BASE ** (torch.arange(half, **like) / -half)
-    angle_nd = torch.arange(start, start + x_Bhnd.size(2), **like)[:, None] * rate_d
+    half, device = x_Bhnd.size(3) // 2, x_Bhnd.device
+    dtype = torch.promote_types(x_Bhnd.dtype, torch.float32)
+    rate_d = _ROTARY_BASE ** (torch.arange(half, device=device, dtype=dtype) / -half)
+    position_n = torch.arange(start, start + x_Bhnd.size(2), device=device, dtype=dtype)
+    angle_nd = position_n[:, None] * rate_d
     cos_nd, sin_nd = angle_nd.cos().to(x_Bhnd.dtype), angle_nd.sin().to(x_Bhnd.dtype)
     first, second = x_Bhnd.chunk(2, dim=3)
     return torch.cat((first * cos_nd - second * sin_nd, second * cos_nd + first * sin_nd), dim=3)
