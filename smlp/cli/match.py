@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         target, size = args.flops_per_token, ""
         check_target(target)
-    common = preset("dense_lm", **shared, num_heads=1)
+    common = preset("gmlp_lm", **shared)  # it takes any width
     if args.experts is not None:
         shared["num_experts"] = args.experts
     like_what = f" ({args.like})" if args.like else ""

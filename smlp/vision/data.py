@@ -104,8 +104,8 @@ def open_split(data_dir: str, split: str, classes: list[str] | None, channels: i
         reader = create_dataset("", root=str(folder), search_split=False, class_map=known).reader
     except RuntimeError:
         found = sorted(one.name for one in folder.iterdir() if one.is_dir())
-        if classes is not None and found:
-            raise UserError(_unknown(folder, found, classes)) from None
+        if classes is not None and (unknown := [name for name in found if name not in classes]):
+            raise UserError(_unknown(folder, unknown, classes)) from None
         kinds = ", ".join(sorted(get_img_extensions()))
         raise UserError(f"{folder} holds no images in folders of classes (timm reads {kinds})") from None
     strange = [path for path, _ in reader.samples if Path(path).parent == folder]

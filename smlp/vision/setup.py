@@ -148,9 +148,10 @@ class Training:
         channels = 3 if args.in_chans is None else args.in_chans
         images = open_split(args.data_dir, args.train_split, None, channels)
         args.classes = class_names(images)
-        held_out = open_split(args.data_dir, args.val_split, args.classes, channels)
         if args.rank == 0:
             warn_of_unread(images)
+        held_out = open_split(args.data_dir, args.val_split, args.classes, channels)
+        if args.rank == 0:
             warn_of_unread(held_out)
         args.num_classes = args.num_classes or len(args.classes)
         if len(args.classes) > args.num_classes:

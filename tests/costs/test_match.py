@@ -121,6 +121,12 @@ def test_experts_do_not_matter_for_dense_models():
     assert match("gmlp_lm", goal, "layers", size, shared).difference == 0
 
 
+def test_a_width_that_only_some_families_take(capsys):
+    assert main.main(["match", "--like", "gmlp_lm_tiny", "--embed-dim", "63"]) == 1
+    shown = capsys.readouterr().out
+    assert "H=63" in shown and "sinusoidal positions need an even embed_dim, got 63" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

@@ -54,6 +54,9 @@ def train(capsys, digits, *options, model="smlp_mixer_tiny"):
 
 def test_folders_without_classes(digits, capsys):
     assert f"--data-dir {digits / 'train'} has no folder train" in train(capsys, digits / "train")
+    for image in (digits / "validation").glob("*/*"):
+        image.rename(image.with_suffix(".webp"))
+    assert f"{digits / 'validation'} holds no images in folders of classes" in train(capsys, digits)
     for folder in (digits / "validation").iterdir():
         shutil.rmtree(folder)
     assert f"{digits / 'validation'} holds no images in folders of classes" in train(capsys, digits)
