@@ -59,7 +59,7 @@ after(0.1, lambda: os.kill(own, {number}))
 time.sleep(0.5)
 print(stop.received.name)
 stop.uninstall()
-print(signal.getsignal({number}).name)
+print(signal.getsignal({number}).name, flush=True)
 os.kill(own, {number})
 print("not reached")
 """,
