@@ -17,7 +17,7 @@ from data_prep.binarize.encoding import DOCUMENTS, LINES, PIECES, SEGMENTS, Job,
 from data_prep.binarize.shards import merge_part, shard_folders, token_type, tokens_of_plan, write_plans
 from data_prep.corpus import SPLITS
 from data_prep.flow.documents import FORMATS
-from data_prep.flow.manifest import MANIFEST, Counts, PartResult, is_whole, read_manifest, write_manifest
+from data_prep.flow.manifest import MANIFEST, Counts, PartResult, counts_of, is_whole, read_manifest, write_manifest
 from data_prep.flow.options import (
     add_number,
     add_reading_options,
@@ -187,9 +187,7 @@ def _merge(
         empty = sum(tokens_of_plan(part) == 0 for part in parts)
         if empty:
             what = f"{empty} of {len(own)} shards of {split} are" if len(own) > 1 else f"{split} is"
-            counts = Counts()
-            for result in done.results:
-                counts.add(result.counts)
+            counts = counts_of(done.results)
             dropped = ", ".join(f"{number:,} {reason}" for reason, number in counts.dropped.items())
             raise UserError(
                 f"{what} empty: there are too few documents ({counts.documents_in:,}, dropped: {dropped or 0}) or, "

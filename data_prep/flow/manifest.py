@@ -108,6 +108,14 @@ class PartResult:
     facts: dict[str, Any] = field(default_factory=dict)  # anything else that the step gathers
 
 
+def counts_of(results: Sequence[PartResult]) -> Counts:
+    """Return the sum over parts."""
+    counts = Counts()
+    for result in results:
+        counts.add(result.counts)
+    return counts
+
+
 def write_manifest(
     out: Path,
     step: str,
@@ -128,10 +136,7 @@ def write_manifest(
         facts: further entries.
         counts: of the step, if they are not the sum of those of its parts.
     """
-    if counts is None:
-        counts = Counts()
-        for result in results:
-            counts.add(result.counts)
+    counts = counts_of(results) if counts is None else counts
     manifest = {
         "step": step,
         "smlp": __version__,

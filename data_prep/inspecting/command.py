@@ -97,7 +97,11 @@ def check_plot(path: Path) -> None:
 
 
 def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
-    """Return the tokenizer of the first file's folder; None if there is no file, or none and no sample is wanted."""
+    """Return the tokenizer of the first file's folder; None if there is no file, or no tokenizer that can be used.
+
+    Raises:
+        UserError: samples are wanted, and the folder's tokenizer does not fit the dictionary.
+    """
     if not found.files:
         return None
     folder = (args.folder / next(iter(found.files))).parent
@@ -105,9 +109,9 @@ def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
     try:
         return Tokenizer(found.vocabulary, model)
     except UserError:
-        if args.samples and model is not None:
-            raise
         if args.samples:
+            if model is not None:
+                raise
             print(f"smlp: no samples: {folder} has no tokenizer")
         return None
 
