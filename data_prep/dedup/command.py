@@ -38,7 +38,7 @@ from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
 from data_prep.flow.streams import write_bytes, write_stream
 from smlp.cli.numbers import real, whole
 from smlp.cli.options import refuse_unused
-from smlp.errors import UserError
+from smlp.errors import UserError, one_line
 from smlp.evaluation.zeroshot.readers import READERS
 
 DESCRIPTION = (
@@ -289,7 +289,8 @@ def _lines(manifest: dict[str, Any], out: Path) -> list[str]:
     lines: list[str] = []
     pairs = manifest["pairs"]
     if pairs:
-        rows = [[row["removed_from"], row["because_of"], row["kind"], f"{row['documents']:,}"] for row in pairs]
+        names = [[one_line(row[key]) for key in ("removed_from", "because_of")] for row in pairs]  # of any text
+        rows = [[*name, row["kind"], f"{row['documents']:,}"] for name, row in zip(names, pairs, strict=True)]
         lines += ["", aligned([["removed from", "because of", "kind", "documents"], *rows[:MAX_ROWS]]), ""]
         if len(rows) > MAX_ROWS:
             lines.append(f"and {len(rows) - MAX_ROWS} more pairs of sources, in manifest.json")

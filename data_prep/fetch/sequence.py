@@ -20,7 +20,7 @@ from data_prep.fetch.download import DownloadFailed, RemoteFile, bytes_there, do
 from data_prep.fetch.listing import KEPT, list_files
 from data_prep.fetch.source import Hub
 from data_prep.fetch.wanted import Wanted
-from data_prep.flow.documents import FORMATS, Defect, Loss, Record, read
+from data_prep.flow.documents import FORMATS, Defect, Loss, Record, check_format, read
 from data_prep.flow.manifest import Counts, PartResult, output_paths, write_manifest
 from data_prep.flow.options import COMPRESSIONS
 from data_prep.flow.parts import PART_BYTES, FilePart, find_files, plan_parts, unique_name
@@ -52,6 +52,9 @@ def fetch(wanted: Wanted) -> Outcome:
         UserError: it cannot begin: no disk space, no list of files, or other work in its folder.
     """
     source, run = wanted.source, wanted.run
+    local = [] if source.from_web or source.hub else find_files(source.paths, FORMATS)
+    for _, path in local:
+        check_format(path)
     begin(run, "fetch", wanted.settings, wanted.restart)
     if wanted.restart:
         for name in (KEPT, _SHARDS):
@@ -66,7 +69,7 @@ def fetch(wanted: Wanted) -> Outcome:
     else:
         cut_text = wanted.reading.documents_of_text != "file"
         most = sys.maxsize if wanted.limit_documents else min(PART_BYTES, wanted.file_bytes)
-        parts = plan_parts(find_files(source.paths, FORMATS)[: wanted.limit_files], most, cut_text=cut_text)
+        parts = plan_parts(local[: wanted.limit_files], most, cut_text=cut_text)
         parts = [replace(part, source=source.name) for part in parts]
     problems: list[str] = []
     if files:

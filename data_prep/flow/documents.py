@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_prep.flow.limits import DEFAULT_SECONDS
@@ -103,13 +104,18 @@ def read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defe
         yield Defect(f"{number:,} document{'s' if number > 1 else ''} {_PHRASES.get(reason, reason)}", str(part.path))
 
 
+def check_format(path: Path) -> None:
+    """Raise ``UserError`` if no format of documents ends as a file does."""
+    if suffix_of(path) not in FORMATS:
+        raise UserError(f"{path}: files of documents end in {', '.join(FORMATS)}, plain, .gz, .zst, .xz or .bz2")
+
+
 def _read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:
+    check_format(part.path)
     kind = suffix_of(part.path)
     if kind == ".parquet":
         yield from _read_parquet(part, reading)
         return
-    if kind not in FORMATS:
-        raise UserError(f"{part.path}: files of documents end in {', '.join(FORMATS)}, plain, .gz, .zst, .xz or .bz2")
     if part.path.stat().st_size == 0:
         yield Defect("empty file", str(part.path))
         return
@@ -256,6 +262,8 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
             yield Defect(f"no column {reading.text_field!r}: {', '.join(file.schema_arrow.names)}", str(part.path))
             yield Loss(f"no text in field {reading.text_field!r}", f"{part.path}:0", file.metadata.num_rows)
             return
+        if not file.metadata.num_rows:
+            yield Defect("no document in it", str(part.path))
         number = 0
         try:
             for group in range(file.metadata.num_row_groups):

@@ -15,7 +15,7 @@ from typing import Any
 
 from data_prep.flow.streams import read_json, write_bytes
 from smlp import __version__
-from smlp.errors import UserError
+from smlp.errors import UserError, one_line
 from smlp.files import name_below, read_text
 
 MANIFEST = "manifest.json"
@@ -87,8 +87,9 @@ class Counts:
         lines = [
             f"documents {name:<{width}} {number:>13,} {_share(number, self.documents_in)}" for name, number in rows
         ]
-        width = max(map(len, self.other), default=0)
-        lines += [f"{name:<{width}} {number:>13,}" for name, number in sorted(self.other.items())]
+        other = {one_line(name): number for name, number in self.other.items()}  # a source's name is any text
+        width = max(map(len, other), default=0)
+        lines += [f"{name:<{width}} {number:>13,}" for name, number in sorted(other.items())]
         return "\n".join(lines)
 
 

@@ -168,10 +168,18 @@ def check_made_with(folder: Path, before: dict[str, Any], made_with: dict[str, A
 
 
 def _check_same(folder: Path, name: str, before: Any, after: Any) -> None:
-    if _plain(before) != _plain(after):
+    if _number(_plain(before)) != _number(_plain(after)):
         raise UserError(
             f"{folder} was made with {name} = {before}, and the experiment now says {after}: give another --out"
         )
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a text says, such as YAML's ``1e-3``, which is none without a point; else the value."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _plain(value: Any) -> Any:

@@ -283,13 +283,16 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         # Nothing predicts the first token, least of all padding before it, and no position within the prefix counts.
         place_n = torch.arange(labels.size(1), device=labels.device)
         starts_B1 = 0 if alignment is None else alignment.starts_B.unsqueeze(1)
+        given = (labels[:, 1:] != _IGNORED).sum()
         labels = labels.masked_fill(place_n <= starts_B1 + self.core.config.prefix_tokens, _IGNORED)
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
-        if aux_loss is None:
-            return loss
-        num_items = options.get("num_items_in_batch")
-        share = 1.0 if num_items is None else (labels[:, 1:] != _IGNORED).sum() / num_items
-        return loss + share * aux_loss
+        share: Tensor | float = 1.0
+        if (num_items := options.get("num_items_in_batch")) is not None:
+            # Trainer divides by the labels given, over all batches of an update: the mean over those that count here is
+            # weighted by them, so that the weights add up to 1.
+            share = given / num_items
+            loss = loss * given / (labels[:, 1:] != _IGNORED).sum().clamp(min=1)
+        return loss if aux_loss is None else loss + share * aux_loss
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the inputs of the next step of ``generate``.

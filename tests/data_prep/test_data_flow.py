@@ -154,6 +154,11 @@ def test_empty_files_are_said_to_be_empty(tmp_path):
     assert texts(documents_in(tmp_path / "b.txt", ReadSettings())) == [
         Defect("no document in it", str(tmp_path / "b.txt"))
     ]
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([], "string")}), tmp_path / "c.parquet")
+    assert texts(documents_in(tmp_path / "c.parquet", ReadSettings())) == [
+        Defect("no document in it", str(tmp_path / "c.parquet"))
+    ]
 
 
 @pytest.mark.parametrize("mode", ["blank", "line", "jsonl"])

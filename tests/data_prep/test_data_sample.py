@@ -154,6 +154,15 @@ def test_weights_mix_the_sources_and_repeat_reads_them_again(corpus, tmp_path, c
     assert sum(whole[row["id"].removesuffix("#2")] != row["text"] for row in again) <= 1
 
 
+def test_the_name_of_a_source_cannot_write_lines(tmp_path, capsys):
+    rows = [{"text": "Some words.", "source": "a\u001b[2J\nkept 9999"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--in", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--valid", "0", "--test", "0"]
+    assert main(["data", "sample", *map(str, words)]) == 0
+    said = capsys.readouterr().out
+    assert r"a\x1b[2J\nkept 9999" in said and "\x1b" not in said
+
+
 def test_weights_without_a_budget_take_as_much_as_there_is(corpus, tmp_path):
     sample(corpus, tmp_path / "a", "--weights", "wiki=1,books=1", "--unit", "documents", *NO_SPLITS)
     rows = rows_of(tmp_path / "a", "train")

@@ -103,6 +103,13 @@ def test_a_source_file_that_is_not_in_order(tmp_path, body, message):
     assert str(path) in str(raised.value)
 
 
+def test_a_refused_file_leaves_nothing(tmp_path, capsys):
+    (tmp_path / "texts.zip").write_bytes(b"PK")
+    assert run(tmp_path / "texts.zip", "--out", tmp_path / "out") == 1
+    assert "texts.zip: files of documents end in .jsonl, .txt, .parquet" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out/*/.state"))
+
+
 def test_months():
     assert months("2018-11:2019-02") == [("2018", "11"), ("2018", "12"), ("2019", "01"), ("2019", "02")]
     assert months("2018-03") == [("2018", "03")]

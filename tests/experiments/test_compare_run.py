@@ -170,6 +170,15 @@ def test_changed_settings_are_refused(experiment, tmp_path):
         assert [file.read_bytes() for file in recorded] == before
 
 
+def test_numbers_that_are_spelled_otherwise_are_the_same(experiment, tmp_path):
+    """YAML reads 2e-3, without a point, as a text."""
+    path, out, *_ = experiment
+    other = tmp_path / "other.yaml"
+    other.write_text(path.read_text().replace("lr: 2.0e-3", "lr: 2e-3"))
+    done = run_python("-m", "smlp", "compare", "run", other, "--quick", "--out", out)
+    assert done.rc == 0, done.stderr
+
+
 def test_other_held_out_text_is_refused(experiment, tiny_data, tmp_path):
     path, out, *_ = experiment
     shutil.copytree(tiny_data, tmp_path / "bin")
@@ -241,6 +250,13 @@ def test_a_dry_run_finds_mistakes_that_would_cost_a_training(mistake, tiny_data,
     path.write_text(FILE.replace(before, after).replace("DATA", str(tiny_data)))
     assert dry_run(path, tmp_path / "out") == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_optimizer_is_that_of_smlp_train(tiny_data, tmp_path, capsys):
+    path = tmp_path / "other.yaml"
+    assert "optimizer: adam" in FILE
+    path.write_text(FILE.replace("optimizer: adam", "weight_decay: 0.1").replace("DATA", str(tiny_data)))
+    assert dry_run(path, tmp_path / "out") == 0, capsys.readouterr().err
 
 
 def test_files_of_tasks_are_read_before_the_first_training(tiny_data, tmp_path, capsys):

@@ -113,7 +113,7 @@ def test_the_loss_is_that_of_training(pair):
         torch.testing.assert_close(found.loss, want)
         assert found.past_key_values is None
         share = model(tokens, labels=labels, num_items_in_batch=torch.tensor(100)).loss
-        torch.testing.assert_close(share, want * (targets != -100).sum() / 100)
+        torch.testing.assert_close(share, want * (labels[:, 1:] != -100).sum() / 100)  # as Trainer counts them
         shifted = torch.cat([torch.ones(2, 1, dtype=torch.long), tokens], 1)
         mask = (torch.arange(11) > 0).expand(2, -1).long()
         padded = model(shifted, attention_mask=mask, labels=torch.cat([labels[:, :1], labels], 1))
@@ -250,6 +250,24 @@ def test_a_trainer_that_smooths_labels_shifts_them(plain, tmp_path):
     log_probs = plain(tokens).logits[:, :-1].log_softmax(-1)
     of_labels = log_probs.gather(2, tokens[:, 1:, None]).mean()
     torch.testing.assert_close(loss, -0.9 * of_labels - 0.1 * log_probs.mean())
+
+
+def test_a_trainer_reports_the_loss_of_the_positions_that_count(pair, tmp_path):
+    """Trainer counts labels of padding's first token and of positions that only choose experts, too."""
+    from transformers import Trainer, TrainingArguments
+
+    _, model = pair
+    options = TrainingArguments(str(tmp_path), per_device_eval_batch_size=4, use_cpu=True, report_to=[])
+    rows = random_tokens(4, 9)
+    mask = torch.ones_like(rows)
+    mask[0, :4], mask[1, :2] = 0, 0
+    labels = rows.masked_fill(mask == 0, -100)
+    batch = {"input_ids": rows, "attention_mask": mask, "labels": labels}
+    with torch.no_grad():
+        want = model(**batch, use_cache=False).loss
+    data = [{name: value[row] for name, value in batch.items()} for row in range(4)]
+    found = Trainer(copy.deepcopy(model), options, eval_dataset=data).evaluate()["eval_loss"]
+    assert found == pytest.approx(want.item(), rel=1e-5)
 
 
 def test_a_folder_that_lacks_weights_is_refused(plain, tmp_path):
