@@ -143,7 +143,7 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
     if len(kinds) > 1:
         problems.append(f"{path} has weights of several types: {', '.join(sorted(map(str, kinds)))}")
     problems += _moment_problems(checkpoint)
-    return problems or (_infinite_weights(checkpoint) if is_verifying() else [])
+    return problems or ([*_infinite_weights(checkpoint), *_unknown_experts(checkpoint)] if is_verifying() else [])
 
 
 def _infinite_weights(checkpoint: Checkpoint) -> list[str]:
@@ -152,6 +152,16 @@ def _infinite_weights(checkpoint: Checkpoint) -> list[str]:
         f"{name} of {checkpoint.path} is not finite: its training has diverged, or the file is damaged"
         for name, tensor in checkpoint.state["model"].items()
         if tensor.dtype.is_floating_point and not is_finite(tensor)
+    ]
+
+
+def _unknown_experts(checkpoint: Checkpoint) -> list[str]:
+    """Return which tables of ids name experts that the model does not have, one sentence each."""
+    num_experts = checkpoint.config.num_experts
+    return [
+        f"{name} of {checkpoint.path} names experts that are not there: the model has {num_experts}"
+        for name, tensor in checkpoint.state["model"].items()
+        if name.endswith("router.table") and any(((i < 0) | (i >= num_experts)).any() for i in tensor.pieces())
     ]
 
 

@@ -131,6 +131,17 @@ def test_weights_that_are_not_finite_are_refused(whole: Path, tmp_path: Path, ca
     assert not output.exists()
 
 
+def test_tables_that_name_experts_that_are_not_there_are_refused(tmp_path: Path, capsys) -> None:
+    path = save(tmp_path, "hash_lm_tiny", "a.pt")
+    state = content(path)
+    name = next(name for name in state["model"] if name.endswith("router.table"))
+    state["model"][name][5] = 77
+    torch.save(state, path)
+    assert f"{name} of {path} names experts that are not there: the model has " in refused(capsys, "verify", path)
+    with pytest.raises(UserError, match="names experts that are not there"):
+        smlp.load_pretrained(path)
+
+
 def test_the_newest_checkpoints_of_a_run_are_averaged(whole: Path, tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     run.mkdir()
