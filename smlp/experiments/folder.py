@@ -164,11 +164,11 @@ def check_made_with(folder: Path, before: dict[str, Any], made_with: dict[str, A
         UserError: the message names the first setting that differs.
     """
     for key in {**before, **made_with}:
-        _check_same(folder, key, before.get(key), made_with.get(key))
+        _check_same(folder, key, _number(before.get(key)), _number(made_with.get(key)))
 
 
 def _check_same(folder: Path, name: str, before: Any, after: Any) -> None:
-    if _number(_plain(before)) != _number(_plain(after)):
+    if _plain(before) != _plain(after):
         raise UserError(
             f"{folder} was made with {name} = {before}, and the experiment now says {after}: give another --out"
         )
