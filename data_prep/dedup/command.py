@@ -289,8 +289,10 @@ def _lines(manifest: dict[str, Any], out: Path) -> list[str]:
     lines: list[str] = []
     pairs = manifest["pairs"]
     if pairs:
-        names = [[one_line(row[key]) for key in ("removed_from", "because_of")] for row in pairs]  # of any text
-        rows = [[*name, row["kind"], f"{row['documents']:,}"] for name, row in zip(names, pairs, strict=True)]
+        rows = [
+            [one_line(row["removed_from"]), one_line(row["because_of"]), row["kind"], f"{row['documents']:,}"]
+            for row in pairs
+        ]
         lines += ["", aligned([["removed from", "because of", "kind", "documents"], *rows[:MAX_ROWS]]), ""]
         if len(rows) > MAX_ROWS:
             lines.append(f"and {len(rows) - MAX_ROWS} more pairs of sources, in manifest.json")

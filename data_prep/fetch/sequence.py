@@ -52,7 +52,7 @@ def fetch(wanted: Wanted) -> Outcome:
         UserError: it cannot begin: no disk space, no list of files, or other work in its folder.
     """
     source, run = wanted.source, wanted.run
-    local = [] if source.from_web or source.hub else find_files(source.paths, FORMATS)
+    local = [] if source.from_web or source.hub else find_files(source.paths, FORMATS)[: wanted.limit_files]
     for _, path in local:
         check_format(path)
     begin(run, "fetch", wanted.settings, wanted.restart)
@@ -69,7 +69,7 @@ def fetch(wanted: Wanted) -> Outcome:
     else:
         cut_text = wanted.reading.documents_of_text != "file"
         most = sys.maxsize if wanted.limit_documents else min(PART_BYTES, wanted.file_bytes)
-        parts = plan_parts(local[: wanted.limit_files], most, cut_text=cut_text)
+        parts = plan_parts(local, most, cut_text=cut_text)
         parts = [replace(part, source=source.name) for part in parts]
     problems: list[str] = []
     if files:

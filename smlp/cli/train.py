@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smlp.errors import UserError
-from smlp.fairseq_compat.arguments import has_option, option_value, positive_number, without_options
+from smlp.fairseq_compat.arguments import (
+    DEFAULT_ARCH,
+    TOKENS_PER_BATCH,
+    default_arguments,
+    has_option,
+    option_value,
+    positive_number,
+    without_options,
+)
 from smlp.fairseq_compat.command_line import package_dir, run_training, training_configuration
 from smlp.launch.local import run_ranks, this_program
 from smlp.launch.ranks import has_terminal, place_of
@@ -25,9 +33,6 @@ if TYPE_CHECKING:
     from smlp.launch.plan import PlannedRank
 
 PASS_THROUGH = True
-
-DEFAULT_ARCH = "smlp_tiny"
-TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (smlp.txt, Tables 8 to 10)
 
 # A checkpoint is useless without these, so they are copied into the save-dir, which can then be moved.
 COMPANIONS = (DICTIONARY, *TOKENIZER_FILES)
@@ -125,35 +130,6 @@ def with_profile_updates(arguments: list[str]) -> list[str]:
     if has_option(arguments, _PROFILE_UPDATES):
         raise UserError(f"{_PROFILE} and {_PROFILE_UPDATES} are the same option: give one of the two")
     return [*without_options(arguments, _PROFILE), _PROFILE_UPDATES, str(num_updates)]
-
-
-def default_arguments(given: list[str]) -> list[str]:
-    """Return the options that a plain call lacks."""
-    from smlp.config.presets import PRESETS, preset
-
-    added: list[str] = []
-    arch = option_value(given, "--arch", "-a")
-    is_encoder = PRESETS.get(arch or DEFAULT_ARCH, {}).get("direction") == "bidirectional"
-    if not has_option(given, "--task"):
-        added += ["--task", "masked_lm" if is_encoder else "language_modeling"]
-    if arch is None:
-        arch = DEFAULT_ARCH
-        added += ["--arch", arch]
-    tokens = option_value(given, "--tokens-per-sample")
-    makes_samples = option_value(given, "--task") in (None, "language_modeling", "masked_lm")
-    if tokens is None and arch in PRESETS and makes_samples:
-        tokens = str(preset(arch).max_tokens)
-        added += ["--tokens-per-sample", tokens]
-    if not has_option(given, "--batch-size", "--max-sentences", "--max-tokens"):
-        if tokens is not None and tokens.isdecimal() and int(tokens) > 0:
-            added += ["--batch-size", str(max(1, TOKENS_PER_BATCH // int(tokens)))]
-        else:
-            added += ["--max-tokens", str(TOKENS_PER_BATCH)]
-    if not has_option(given, "--optimizer"):
-        added += ["--optimizer", "adam"]
-    if not has_option(given, "--lr"):
-        added += ["--lr", "5e-4"]
-    return added
 
 
 def prepare(cfg: Any) -> list[Path]:

@@ -160,14 +160,14 @@ def planned_models(experiment: Experiment, data: str, vocab_size: int) -> list[P
         UserError: an option is wrong, or FLOPs differ too much.
     """
     from smlp.config.presets import config_of
-    from smlp.fairseq_compat.arguments import has_option
+    from smlp.fairseq_compat.arguments import default_arguments
     from smlp.fairseq_compat.command_line import training_configuration
     from smlp.fairseq_compat.settings import check_pairs, settle_context
 
     def configure(words: list[str]) -> Any:
         budget = ["--max-update", str(experiment.updates)]  # learning rate schedules are checked against it
-        optimizer = [] if has_option(words, "--optimizer") else ["--optimizer", "adam"]  # as smlp train
-        cfg = training_configuration([data, "--task", experiment.task, *words, *optimizer, *budget])
+        words = ["--task", experiment.task, *words, *budget]
+        cfg = training_configuration([data, *words, *default_arguments(words)])  # as smlp train
         check_pairs(cfg)
         settle_context(cfg.model, cfg.task)
         return config_of(cfg.model, vocab_size + (experiment.task == MASKED))  # and <mask>

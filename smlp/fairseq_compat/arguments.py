@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from smlp.errors import UserError
 
+DEFAULT_ARCH = "smlp_tiny"
+TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (smlp.txt, Tables 8 to 10)
+
 
 def option_value(argv: list[str], *names: str) -> str | None:
     """Return the last value given for an option, as ``--name VALUE`` or ``--name=VALUE``; None if it is not given."""
@@ -47,3 +50,32 @@ def without_options(arguments: list[str], *names: str) -> list[str]:
         elif not equals:
             next(words, None)
     return kept
+
+
+def default_arguments(given: list[str]) -> list[str]:
+    """Return the options that a plain call lacks."""
+    from smlp.config.presets import PRESETS, preset
+
+    added: list[str] = []
+    arch = option_value(given, "--arch", "-a")
+    is_encoder = PRESETS.get(arch or DEFAULT_ARCH, {}).get("direction") == "bidirectional"
+    if not has_option(given, "--task"):
+        added += ["--task", "masked_lm" if is_encoder else "language_modeling"]
+    if arch is None:
+        arch = DEFAULT_ARCH
+        added += ["--arch", arch]
+    tokens = option_value(given, "--tokens-per-sample")
+    makes_samples = option_value(given, "--task") in (None, "language_modeling", "masked_lm")
+    if tokens is None and arch in PRESETS and makes_samples:
+        tokens = str(preset(arch).max_tokens)
+        added += ["--tokens-per-sample", tokens]
+    if not has_option(given, "--batch-size", "--max-sentences", "--max-tokens"):
+        if tokens is not None and tokens.isdecimal() and int(tokens) > 0:
+            added += ["--batch-size", str(max(1, TOKENS_PER_BATCH // int(tokens)))]
+        else:
+            added += ["--max-tokens", str(TOKENS_PER_BATCH)]
+    if not has_option(given, "--optimizer"):
+        added += ["--optimizer", "adam"]
+    if not has_option(given, "--lr"):
+        added += ["--lr", "5e-4"]
+    return added
