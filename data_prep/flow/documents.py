@@ -296,8 +296,13 @@ def _rows(batch: Any) -> Iterator[dict[str, Any]]:
 
 def in_json(row: dict[str, Any], reading: ReadSettings) -> dict[str, Any]:
     """Return the row of a table with everything but the text as strings: JSON lacks some types of columns."""
-    plain = (reading.text_field, "id", "source")
-    return {name: value if name in plain else str(value) for name, value in row.items()}
+    return {name: value if name == reading.text_field else _as_text(name, value) for name, value in row.items()}
+
+
+def _as_text(name: str, value: Any) -> str | None:
+    if value is None and name in ("id", "source"):  # the reader fills these in
+        return None
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
 
 
 def document_of_row(row: dict[str, Any], number: int, part: FilePart, reading: ReadSettings) -> Record | Loss:

@@ -233,6 +233,12 @@ def test_parquet(tmp_path):
         "",
         "no text in field 'text'",
     ]
+    columns = {"text": ["one", "two"], "source": [b"caf\xc3\xa9", None], "id": [b"\xff", None], "raw": [b"a", None]}
+    parquet.write_table(pyarrow.table(columns), path)
+    assert list(documents_in(path, ReadSettings())) == [
+        Record("one", "\\xff", "café", {"raw": "a"}),
+        Record("two", "a.parquet:1", "a", {"raw": "None"}),
+    ]
     path.write_bytes(b"no parquet")
     assert [piece.problem for piece in documents_in(path, ReadSettings())] == ["damaged: no parquet file"]
 

@@ -21,7 +21,7 @@ from smlp.experiments.report.details import incomplete
 from smlp.experiments.report.machine import describe_machine, differences
 from smlp.experiments.report.paper import scale_sentences
 from smlp.experiments.report.results import read_results
-from smlp.experiments.report.timeline import read_timeline, training_lines
+from smlp.experiments.report.timeline import missing_update, read_timeline, training_lines
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -121,6 +121,17 @@ def test_times_of_updates_are_exact_and_count_once():
     # a part of them says nothing about the whole run
     assert read_timeline(times[1:], logged).updates == (0, 5)
     assert read_timeline([times[0], times[2]], {}) is None
+    assert missing_update([]) is missing_update(times) is missing_update([*times, again]) is None
+    assert (missing_update(times[1:]), missing_update([times[0], times[2]])) == (1, 2)
+
+
+def test_a_run_with_a_line_missing_from_its_times_says_so(out):
+    path = out / "runs" / "gMLP-s1" / "update_times.jsonl"
+    lines = [json.dumps({"update": update, "tokens": 8, "seconds": 0.5}) for update in (1, 2, 3)]
+    for kept, said in ((lines, False), (lines[:1] + lines[2:], True)):
+        path.write_text("\n".join(kept))
+        (run,) = (run for run in read_results(out).runs if run.folder == path.parent)
+        assert ("update_times.jsonl has no line of update 2" in "".join(run.notes)) == said
 
 
 def test_what_is_no_experiment_is_refused(tmp_path):

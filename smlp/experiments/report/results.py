@@ -21,7 +21,7 @@ from smlp.evaluation.perplexity import of_nats
 from smlp.experiments import json_files
 from smlp.experiments.folder import DONE
 from smlp.experiments.json_files import read_json_or_note, read_lines_and_note
-from smlp.experiments.report.timeline import TrainingTime, logged_seconds, read_timeline, training_lines
+from smlp.experiments.report.timeline import TrainingTime, logged_seconds, missing_update, read_timeline, training_lines
 from smlp.experiments.spec import MASKED
 from smlp.files import read_text
 
@@ -262,7 +262,12 @@ def _run(out: Path, model: Model, seed: int, subset: str, updates: int) -> RunRe
         except UserError as error:
             notes.append(str(error))
     lines = training_lines(log)
-    timeline = read_timeline(read_lines_and_note(folder / "update_times.jsonl", notes, json_files.TIME_LINE), lines)
+    times = read_lines_and_note(folder / "update_times.jsonl", notes, json_files.TIME_LINE)
+    timeline = read_timeline(times, lines)
+    if missing := missing_update(times):
+        notes.append(
+            f"update_times.jsonl has no line of update {missing:,}, so its times are train.log's, in whole seconds"
+        )
     order = read_lines_and_note(folder / "data_order.jsonl", notes, json_files.ORDER_LINE)
     scores = read_json_or_note(folder / "scores.json", notes, json_files.SCORES)
     zeroshot = read_json_or_note(folder / "zeroshot.json", notes, json_files.ZEROSHOT)

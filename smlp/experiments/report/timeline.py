@@ -10,7 +10,7 @@ A run writes the seconds of each update to ``update_times.jsonl``. Runs of older
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +49,23 @@ def training_lines(records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[st
     return dict(sorted(lines.items()))
 
 
-def read_timeline(times: Iterable[Mapping[str, Any]], lines: Mapping[int, Mapping[str, Any]]) -> TrainingTime | None:
+def missing_update(times: Iterable[Mapping[str, Any]]) -> int | None:
+    """Return the first update before the last that has no line in ``update_times.jsonl``; None if there is none."""
+    updates = {line["update"] for line in times}
+    return next((update for update in range(1, len(updates) + 1) if update not in updates), None)
+
+
+def read_timeline(times: Sequence[Mapping[str, Any]], lines: Mapping[int, Mapping[str, Any]]) -> TrainingTime | None:
     """Return how long a run trained; None if no file says.
 
     Updates that a resumed run did a second time count once, the last time.
 
     Args:
-        times: lines of ``update_times.jsonl``; used if they begin with the first update and none is missing.
+        times: lines of ``update_times.jsonl``; used if there are any and :func:`missing_update` finds none missing.
         lines: of the log, by update.
     """
     by_update = {line["update"]: line for line in times}
-    if by_update and sorted(by_update) == list(range(1, len(by_update) + 1)):
+    if by_update and missing_update(times) is None:
         steps = [(update, by_update[update]["seconds"], by_update[update]["tokens"]) for update in sorted(by_update)]
     else:
         steps = [
