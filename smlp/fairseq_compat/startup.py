@@ -18,6 +18,7 @@ from smlp.launch.machine import num_cores
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _LARGEST_INT = 2**31 - 1
 _AT_A_TIME = 64 * 2**20  # the heap grows by this many extra bytes
+_MOST_GROWTH, _LEAST_GROWTH = 1.5, 256 * 2**20  # of the memory after an update, until holes are given back
 
 
 def apply() -> None:
@@ -83,7 +84,7 @@ def keep_freed_memory() -> bool:
     glibc asks the kernel for each large block and hands it back when it is freed, so that every activation and gradient
     of every update is mapped anew and cleared page by page: a tenth to a fifth of an update's time on a CPU
     (docs/performance.md). Nothing changes if the environment sets the allocator (``MALLOC_...``, ``GLIBC_TUNABLES``,
-    ``LD_PRELOAD``) or there is no glibc.
+    ``LD_PRELOAD``) or there is no glibc. A process that goes on for long should call :meth:`KeptMemory.after_update`.
     """
     if any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in os.environ):
         return False
@@ -93,3 +94,30 @@ def keep_freed_memory() -> bool:
         return False
     settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _LARGEST_INT, _M_TOP_PAD: _AT_A_TIME}
     return all([mallopt(name, value) == 1 for name, value in settings.items()])
+
+
+class KeptMemory:
+    """Gives holes back to the kernel when they have become many, in a process that keeps freed memory.
+
+    Where the sizes of blocks differ from update to update, as those of experts' tokens do, holes that fit no block
+    accumulate without end (to 22 GB, where an update needs 1.2).
+    """
+
+    def __init__(self) -> None:
+        self._usual: int | None = None  # bytes that the process held after the first update since the last return
+
+    def after_update(self) -> bool:
+        """Return the holes if memory has grown by half since they were last returned; return whether that was done."""
+        held = _held_bytes()
+        if self._usual is None:
+            self._usual = held
+        elif held > _MOST_GROWTH * self._usual + _LEAST_GROWTH:
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+            self._usual = None
+            return True
+        return False
+
+
+def _held_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

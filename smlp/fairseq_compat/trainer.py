@@ -43,7 +43,7 @@ from smlp.fairseq_compat.records import (
 )
 from smlp.fairseq_compat.settings import check_half_precision, check_settings
 from smlp.fairseq_compat.speed import FLOPS, DataClock, log_speed, measured_rate, model_flops
-from smlp.fairseq_compat.startup import keep_freed_memory
+from smlp.fairseq_compat.startup import KeptMemory, keep_freed_memory
 from smlp.fairseq_compat.stopping import leave_if_asked, stop_signals
 from smlp.parallel.spans import REDUCTION, span
 
@@ -92,8 +92,8 @@ class SparseTrainer(Trainer):
         if not isinstance(cfg, Namespace):
             self._settle(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
-        if not self.cuda:
-            keep_freed_memory()
+        #: None if freed memory goes back to where it came from
+        self._kept_memory = KeptMemory() if not self.cuda and keep_freed_memory() else None
         if self.core is not None:
             self._train_micro_batch, task.train_step = task.train_step, self.train_micro_batch
             self._prepare_options()
@@ -205,6 +205,8 @@ class SparseTrainer(Trainer):
             raise diverged(self, f"update {self.get_num_updates() + 1}", error) from error
         if self.core is not None and self.get_num_updates() > num_updates:
             self.core.adjust_offsets(self.get_model().experts.ranks.world)
+        if self._kept_memory is not None:
+            self._kept_memory.after_update()
         seconds, waited = time.perf_counter() - start, DataClock.log()
         self._update_just_done = True
         if self.update_times is not None and self.data_parallel_rank == 0 and self.get_num_updates() > num_updates:

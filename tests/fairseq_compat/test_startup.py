@@ -54,6 +54,30 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
 """
 
 
+HOLES = """
+import torch
+from smlp.fairseq_compat.startup import KeptMemory, _held_bytes, keep_freed_memory
+
+keep_freed_memory()
+memory, done, held = KeptMemory(), [], []
+for count in (1, 20, 150, 1, 20):
+    blocks = [torch.ones(2**20) for _ in range(count)]  # 4 MiB each
+    del blocks
+    held.append(_held_bytes() >> 20)
+    done.append(memory.after_update())
+print(*done, held[2] - held[1], held[3] - held[0])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_holes_are_given_back_when_memory_has_grown_by_half():
+    done = run_python("-c", HOLES, timeout=60)
+    assert done.rc == 0, done.stderr
+    *given_back, grown, left = done.stdout.split()
+    assert given_back == ["False", "False", "True", "False", "False"]
+    assert int(grown) > 400 and int(left) < 100
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 @pytest.mark.parametrize(("before", "kept"), [("", True), ("os.environ['MALLOC_ARENA_MAX'] = '8'", False)])
 def test_new_tensors_take_the_place_of_old_ones(before, kept):
