@@ -22,7 +22,7 @@ from smlp.costs.profiled import training_loss
 from smlp.errors import UserError
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.json_files import read_json, write_json
-from smlp.fairseq_compat.startup import keep_freed_memory
+from smlp.fairseq_compat.startup import KeptMemory, keep_freed_memory
 from smlp.launch.environment import environment
 from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder
@@ -87,8 +87,13 @@ class TimedUpdates:
         self.seconds.append(time.perf_counter() - start)
 
 
-def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
+def time_models(folder: Folder, rounds: int, kept_memory: KeptMemory | None = None) -> dict[str, Any]:
     """Return what ``speed.json`` holds.
+
+    Args:
+        folder: of an experiment with trained models.
+        rounds: turns of each model that count.
+        kept_memory: of this process, if it keeps freed memory.
 
     Raises:
         UserError: data or a checkpoint cannot be read.
@@ -114,6 +119,8 @@ def time_models(folder: Folder, rounds: int) -> dict[str, Any]:
         for model in models.values():
             for source, target in batches[first : first + UPDATES_IN_TURN]:
                 model.update([(source.view(batch_size, width), target.view(batch_size, width))])
+            if kept_memory is not None:
+                kept_memory.after_update()
     return {
         "models": {
             name: {"seconds_per_update": _of_turns(model.seconds)[1:], "tokens_per_update": batch_size * width}
@@ -146,10 +153,9 @@ def _checkpoint(folder: Folder, model: dict[str, Any], experiment: dict[str, Any
 def main(words: list[str]) -> None:
     """Run with the arguments OUT and ROUNDS."""
     out, rounds = words
-    if not torch.cuda.is_available():
-        keep_freed_memory()  # as in training
+    kept_memory = None if torch.cuda.is_available() else keep_freed_memory()  # as in training
     folder = Folder(Path(out))
-    write_json(folder.speed, time_models(folder, int(rounds)))
+    write_json(folder.speed, time_models(folder, int(rounds), kept_memory))
 
 
 if __name__ == "__main__":

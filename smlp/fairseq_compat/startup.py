@@ -78,24 +78,6 @@ def without_statistics() -> Iterator[None]:
                 del sys.modules[name]
 
 
-def keep_freed_memory() -> bool:
-    """Let glibc's allocator keep the memory that a tensor gave back for the next one; return whether that was done.
-
-    glibc asks the kernel for each large block and hands it back when it is freed, so that every activation and gradient
-    of every update is mapped anew and cleared page by page: a tenth to a fifth of an update's time on a CPU
-    (docs/performance.md). Nothing changes if the environment sets the allocator (``MALLOC_...``, ``GLIBC_TUNABLES``,
-    ``LD_PRELOAD``) or there is no glibc. A process that goes on for long should call :meth:`KeptMemory.after_update`.
-    """
-    if any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in os.environ):
-        return False
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return False
-    settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _LARGEST_INT, _M_TOP_PAD: _AT_A_TIME}
-    return all([mallopt(name, value) == 1 for name, value in settings.items()])
-
-
 class KeptMemory:
     """Gives holes back to the kernel when they have become many, in a process that keeps freed memory.
 
@@ -116,6 +98,24 @@ class KeptMemory:
             self._usual = None
             return True
         return False
+
+
+def keep_freed_memory() -> KeptMemory | None:
+    """Let glibc's allocator keep the memory that a tensor gave back for the next one; return None if it cannot.
+
+    glibc asks the kernel for each large block and hands it back when it is freed, so that every activation and gradient
+    of every update is mapped anew and cleared page by page: a tenth to a fifth of an update's time on a CPU
+    (docs/performance.md). Nothing changes if the environment sets the allocator (``MALLOC_...``, ``GLIBC_TUNABLES``,
+    ``LD_PRELOAD``) or there is no glibc.
+    """
+    if any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in os.environ):
+        return None
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return None
+    settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _LARGEST_INT, _M_TOP_PAD: _AT_A_TIME}
+    return KeptMemory() if all([mallopt(name, value) == 1 for name, value in settings.items()]) else None
 
 
 def _held_bytes() -> int:

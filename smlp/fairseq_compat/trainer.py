@@ -43,7 +43,7 @@ from smlp.fairseq_compat.records import (
 )
 from smlp.fairseq_compat.settings import check_half_precision, check_settings
 from smlp.fairseq_compat.speed import FLOPS, DataClock, log_speed, measured_rate, model_flops
-from smlp.fairseq_compat.startup import KeptMemory, keep_freed_memory
+from smlp.fairseq_compat.startup import keep_freed_memory
 from smlp.fairseq_compat.stopping import leave_if_asked, stop_signals
 from smlp.parallel.spans import REDUCTION, span
 
@@ -93,7 +93,7 @@ class SparseTrainer(Trainer):
             self._settle(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
         #: None if freed memory goes back to where it came from
-        self._kept_memory = KeptMemory() if not self.cuda and keep_freed_memory() else None
+        self._kept_memory = None if self.cuda else keep_freed_memory()
         if self.core is not None:
             self._train_micro_batch, task.train_step = task.train_step, self.train_micro_batch
             self._prepare_options()

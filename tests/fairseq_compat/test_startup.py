@@ -50,16 +50,15 @@ for _ in range(12):
 faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(4):
     torch.ones(2**24)  # 64 MiB, beyond what glibc ever keeps by itself: 16384 pages of 4 KiB, 32 of 2 MiB
-print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+print(kept is not None, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
 """
 
 
 HOLES = """
 import torch
-from smlp.fairseq_compat.startup import KeptMemory, _held_bytes, keep_freed_memory
+from smlp.fairseq_compat.startup import _held_bytes, keep_freed_memory
 
-keep_freed_memory()
-memory, done, held = KeptMemory(), [], []
+memory, done, held = keep_freed_memory(), [], []
 for count in (1, 20, 150, 1, 20):
     blocks = [torch.ones(2**20) for _ in range(count)]  # 4 MiB each
     del blocks
