@@ -224,6 +224,8 @@ def main() -> None:
     print(table)
     if args.predict is not None:
         rows = [row for name in names[1:] if (row := fitted(experiments, name, args.baseline, subset, args.predict))]
+        if not rows:
+            raise UserError("--predict needs runs of a model and the baseline after at least two budgets, three in all")
         head = f"| model | runs | for ten times the tokens | at {args.predict:.3g} tokens |"
         print("\n".join(["", head, "|---|---:|---:|---:|", *rows]))
 

@@ -12,6 +12,7 @@ What cannot be read is reported as a :class:`Loss`, in its place among the docum
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -295,13 +296,17 @@ def _rows(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def in_json(row: dict[str, Any], reading: ReadSettings) -> dict[str, Any]:
-    """Return the row of a table with everything but the text as strings: JSON lacks some types of columns."""
-    return {name: value if name == reading.text_field else _as_text(name, value) for name, value in row.items()}
+    """Return the row of a table with values that JSON lacks, such as dates, as strings; the text stays as it is."""
+    return {name: value if name == reading.text_field else _plain(value) for name, value in row.items()}
 
 
-def _as_text(name: str, value: Any) -> str | None:
-    if value is None and name in ("id", "source"):  # the reader fills these in
-        return None
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(part) for name, part in value.items()}
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
 
 

@@ -21,6 +21,7 @@ from smlp.experiments.local import Machine
 from smlp.experiments.plan import (
     PlannedModel,
     PlannedRun,
+    as_json,
     main_runs,
     not_done,
     planned_models,
@@ -31,6 +32,7 @@ from smlp.experiments.plan import (
 from smlp.experiments.progress import duration
 from smlp.experiments.spec import Experiment, option_words
 from smlp.experiments.speed import TimedUpdates, dtype_of
+from smlp.experiments.tuning import check_runs
 from smlp.nn.build import model_of
 from smlp.nn.decoder import Decoder
 
@@ -73,7 +75,8 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     """Print what would be done and what it would cost; make nothing.
 
     Raises:
-        UserError: an option is wrong, or the data do not exist and the file does not name the vocabulary's size.
+        UserError: an option is wrong, the folder has runs of other settings, or the data do not exist and the file does
+            not name the vocabulary's size.
     """
     found = find_data(experiment, folder)
     vocab_size = dictionary_size(experiment, found)
@@ -88,6 +91,8 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     if tasks is not None and not tasks.is_dir():
         print(f"no tasks yet: there is no folder {tasks} (evaluate.zeroshot.data), and the run will need it")
     models = planned_models(experiment, data, vocab_size)
+    check_runs(experiment, models, folder)
+    folder.check(as_json(experiment, models))
     resources, gpus = experiment.resources, torch.cuda.device_count()
     is_here = resources.where == "local" and (resources.device != "gpu" or gpus > 0)
     machine = Machine.of(experiment, gpus) if is_here else None

@@ -53,18 +53,27 @@ class Folder:
         """Return whether a process works in the folder."""
         return is_locked(self.path)
 
-    def settle(self, planned: dict[str, Any]) -> None:
-        """Record the planned experiment. It may add models and seeds to one that was recorded before.
+    def check(self, planned: dict[str, Any]) -> None:
+        """Refuse an experiment that cannot be compared with the one that was recorded before.
 
-        What each run was made with is in its own record (:meth:`RunFolder.claim`).
+        It may add models and seeds. What each run was made with is in its own record (:meth:`RunFolder.check`).
 
         Raises:
-            UserError: the folder holds runs of something else, with which new ones could not be compared.
+            UserError: the message names the first setting that differs.
         """
         if self.experiment.is_file():
             older = read_json(self.experiment, EXPERIMENT)
             for name in _SHARED:
-                _check_same(self.path, name, older.get(name), planned.get(name))
+                if name in planned:  # a dry run does not read the data
+                    _check_same(self.path, name, older.get(name), planned[name])
+
+    def settle(self, planned: dict[str, Any]) -> None:
+        """Record the planned experiment.
+
+        Raises:
+            UserError: as :meth:`check`.
+        """
+        self.check(planned)
         write_json(self.experiment, planned)
 
     def check_data(self, described: dict[str, Any]) -> None:

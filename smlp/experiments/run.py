@@ -31,7 +31,7 @@ from smlp.experiments.processes import stopped_by
 from smlp.experiments.progress import Progress, reached
 from smlp.experiments.reading import settings_of
 from smlp.experiments.spec import Experiment
-from smlp.experiments.tuning import at_edge, best, choose
+from smlp.experiments.tuning import at_edge, check_runs, choose
 from smlp.files import copy_whole, write_whole
 from smlp.launch.environment import environment, keep_difference
 
@@ -84,10 +84,7 @@ def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedM
     models = planned_models(experiment, data, dictionary_size(experiment, data))
     described = describe(data, experiment.evaluation.subsets)
     folder.check_data(described)
-    grid = tuning_runs(experiment, models)
-    chosen = best(experiment, models, grid, folder)[0] if grid and not not_done(folder, grid) else {}
-    for run in (*grid, *main_runs(experiment, models, chosen)):
-        folder.run(run.folder).check(run.made_with(experiment))  # before anything about the experiment is written
+    check_runs(experiment, models, folder)  # before anything about the experiment is written
     folder.settle({**as_json(experiment, models), "data_sha256": described["splits"]["train"]["sha256"]})
     write_json(folder.data, described)
     if experiment.is_quick:

@@ -9,7 +9,7 @@ from smlp.errors import UserError
 from smlp.evaluation.curves import curve_of, log_records
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.json_files import write_json
-from smlp.experiments.plan import PlannedModel, PlannedRun
+from smlp.experiments.plan import PlannedModel, PlannedRun, main_runs, not_done, tuning_runs
 from smlp.experiments.spec import Experiment
 
 
@@ -41,6 +41,18 @@ def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequenc
         },
     )
     return chosen
+
+
+def check_runs(experiment: Experiment, models: Sequence[PlannedModel], folder: Folder) -> None:
+    """Refuse to go on with runs of the folder that were made with other settings.
+
+    Raises:
+        UserError: the message names the run and the first setting that differs.
+    """
+    grid = tuning_runs(experiment, models)
+    chosen = best(experiment, models, grid, folder)[0] if grid and not not_done(folder, grid) else {}
+    for run in (*grid, *main_runs(experiment, models, chosen)):
+        folder.run(run.folder).check(run.made_with(experiment))
 
 
 def best(

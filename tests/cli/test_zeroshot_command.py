@@ -384,10 +384,19 @@ def test_one_record_has_no_standard_error(model, data, tmp_path):
     assert report["settings"]["limit"] == 1 and report["settings"]["data_dir"] == str(data)
 
 
-def test_few_shot_examples_do_not_depend_on_the_limit(model, data, tmp_path):
-    command = ["--tasks", "copa", "--split", "train", "--num-fewshot", 1, "--fewshot-seed", 2]
-    prompts = [results(tmp_path, model[0], data, *command, "--limit", limit)[1][0]["prompt"] for limit in (1, 2)]
-    assert prompts[0] == prompts[1]
+def test_few_shot_examples_do_not_depend_on_the_limit(model, data, tmp_path, capsys):
+    """Train holds the last record of val, too, which is an example with no limit."""
+    shutil.copytree(data, tmp_path / "data")
+    train, val = (tmp_path / "data" / "copa" / f"{split}.jsonl" for split in ("train", "val"))
+    lines = val.read_text().splitlines(), train.read_text().splitlines()
+    train.write_text("\n".join([lines[0][-1], *lines[1][:1]]) + "\n")
+    command = ["--tasks", "copa", "--num-fewshot", 1]
+    for seed in range(4):
+        options = [[*command, "--fewshot-seed", seed, *limit] for limit in ([], ["--limit", 1])]
+        found = [results(tmp_path, model[0], tmp_path / "data", *some)[1][0]["prompt"] for some in options]
+        assert found[0] == found[1]
+    assert zeroshot(model[0], data, *command, "--split", "train", "--limit", 1) == 1
+    assert "has 0 that are not among those scored" in capsys.readouterr().err
 
 
 def test_line_breaks_as_spaces(model, data, tmp_path):

@@ -11,6 +11,7 @@ import sys
 import time
 import tracemalloc
 from argparse import Namespace
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -233,11 +234,17 @@ def test_parquet(tmp_path):
         "",
         "no text in field 'text'",
     ]
-    columns = {"text": ["one", "two"], "source": [b"caf\xc3\xa9", None], "id": [b"\xff", None], "raw": [b"a", None]}
+    columns = {"text": ["one", "two"], "source": [b"caf\xc3\xa9", None], "id": [b"\xff", None]}
+    columns |= {
+        "n": [1, None],
+        "x": [float("nan"), 0.5],
+        "tags": [["a", None], []],
+        "at": [{"day": date(2026, 1, 2)}, None],
+    }
     parquet.write_table(pyarrow.table(columns), path)
     assert list(documents_in(path, ReadSettings())) == [
-        Record("one", "\\xff", "café", {"raw": "a"}),
-        Record("two", "a.parquet:1", "a", {"raw": "None"}),
+        Record("one", "\\xff", "café", {"n": 1, "x": "nan", "tags": ["a", None], "at": {"day": "2026-01-02"}}),
+        Record("two", "a.parquet:1", "a", {"n": None, "x": 0.5, "tags": [], "at": None}),
     ]
     path.write_bytes(b"no parquet")
     assert [piece.problem for piece in documents_in(path, ReadSettings())] == ["damaged: no parquet file"]

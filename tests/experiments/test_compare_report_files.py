@@ -125,6 +125,15 @@ def test_times_of_updates_are_exact_and_count_once():
     assert (missing_update(times[1:]), missing_update([times[0], times[2]])) == (1, 2)
 
 
+def test_a_run_without_its_last_validation_says_so(out):
+    path = run_folder(out, "gMLP", 1) / "train.log"
+    text = path.read_text()
+    for kept, said in ((text, False), (text.replace('"valid_num_updates": "40"', '"valid_num_updates": "39"'), True)):
+        path.write_text(kept)
+        (run,) = (run for run in read_results(out).runs if run.folder == path.parent)
+        assert ("train.log has no validation on valid at the last update" in run.notes) == said
+
+
 def test_a_run_with_a_line_missing_from_its_times_says_so(out):
     path = out / "runs" / "gMLP-s1" / "update_times.jsonl"
     lines = [json.dumps({"update": update, "tokens": 8, "seconds": 0.5}) for update in (1, 2, 3)]

@@ -154,7 +154,7 @@ def test_status(experiment):
     assert rows[0]["valid"] > 1
 
 
-def test_changed_settings_are_refused(experiment, tmp_path):
+def test_changed_settings_are_refused(experiment, tmp_path, capsys):
     path, out, *_ = experiment
     other = tmp_path / "other.yaml"
     recorded = [out / name for name in ("experiment.json", "experiment.yaml", "data.json")]
@@ -162,11 +162,14 @@ def test_changed_settings_are_refused(experiment, tmp_path):
     for old, new, message in (
         ("updates: 6", "updates: 8", "was made with updates = 6, and the experiment now says 8: give another --out"),
         ("lr: 2.0e-3", "lr: 3.0e-3", "gMLP-s1 was made with lr = 0.002, and the experiment now says 0.003"),
+        ("batch_size: 4", "batch_size: 2", "was made with tokens_per_update"),
     ):
         assert old in path.read_text()
         other.write_text(path.read_text().replace(old, new))
         done = run_python("-m", "smlp", "compare", "run", other, "--quick", "--out", out)
         assert done.rc == 1 and message in done.stderr
+        assert main(["compare", "run", str(other), "--quick", "--out", str(out), "--dry-run"]) == 1
+        assert message in capsys.readouterr().err
         assert [file.read_bytes() for file in recorded] == before
 
 

@@ -115,6 +115,7 @@ def test_scores_of_another_subset(run, tmp_path):
     [
         (["--predict", "0"], "--predict must be a positive number of tokens, got 0.0"),
         (["--predict", "nan"], "--predict must be a positive number of tokens, got nan"),
+        (["--predict", "1e9"], "--predict needs runs of a model and the baseline after at least two budgets"),
         (["--to", __file__], f"--to {__file__} is a file"),
     ],
 )

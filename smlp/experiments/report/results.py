@@ -282,6 +282,8 @@ def _run(out: Path, model: Model, seed: int, subset: str, updates: int) -> RunRe
             notes.append("neither update_times.jsonl nor train.log says how long it trained")
         elif log and last < updates:
             notes.append(f"train.log ends at update {last:,} of {updates:,}")
+        elif log and not any(record.get(f"{subset}_num_updates") == str(updates) for record in log):
+            notes.append(f"train.log has no validation on {subset} at the last update")
     notes += _diverged(scores)
     return RunResult(
         model,
