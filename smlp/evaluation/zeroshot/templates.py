@@ -227,8 +227,8 @@ def draw_shots(pool: Sequence[Item], evaluated: Sequence[Item], count: int, seed
     free = [item for item in order if without_id(item) not in known]
     if len(free) < count:
         raise UserError(
-            f"--num-fewshot {count}, but the split to take examples from has {len(free)} that are not among those scored "
-            "(all of their split, whatever --limit)"
+            f"--num-fewshot {count}, but the split to take examples from has {len(free)} that are not among those "
+            "scored (all of their split, whatever --limit)"
         )
     return [_solved(example(item, templates)) for item in free[:count]]
 
