@@ -51,7 +51,7 @@ from smlp.fairseq_compat.arguments import without_options
 from smlp.files import check_no_other, read_text, write_whole
 from smlp.launch.local import this_program
 from smlp.launch.machine import num_cores
-from smlp.vision.checkpoints import create_model
+from smlp.vision.checkpoints import at_resolution, create_model, read_checkpoint
 from smlp.vision.data import class_names, open_split, split_folder
 from smlp.vision.setup import LAST, SUMMARY
 
@@ -68,6 +68,8 @@ _MOST_SEED = 2**31 - 1  # of smlp vision train
 _MOST_NAME = 200  # bytes; -s SEED.log is added
 #: what the runner decides itself
 _OWN = ("--data-dir", "--seed", "--output", "--experiment", "--resume", "--nproc")
+#: what models are compared at, which are options of all of them
+OF_ALL = ("--epochs", "--train-split", "--val-split")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def read_comparison(path: Path) -> Comparison:
     data, options = section.text("data"), section.text("options", "")
     seeds = read_seeds(section)
     named = section.section("models")
-    models = {name: option_words(named, name, words) for name, words in named.items().items()}
+    models = {name: option_words(named, name, words, also_own=OF_ALL) for name, words in named.items().items()}
     check_names(named, models)
     section.end()
     if not data or len(models) < 2:
@@ -136,7 +138,8 @@ def option_words(section: Section, name: str, text: Any, also_own: Sequence[str]
         raise section.error(name, f"cannot be split into words: {error}") from None
     for own in (*_OWN, *also_own):
         if any(word == own or word.startswith(f"{own}=") for word in words):
-            raise section.error(name, f"has {own}, which smlp vision compare sets" if own in _OWN else f"has {own}")
+            what = "smlp vision compare sets" if own in _OWN else "must be the same for all" if own in OF_ALL else None
+            raise section.error(name, f"has {own}, which {what}" if what else f"has {own}")
     return words
 
 
@@ -153,6 +156,8 @@ def costs(comparison: Comparison, parse: Callable[[list[str]], Namespace]) -> di
         args = parse(["--data-dir", comparison.data, *comparison.options, *words])
         if not args.num_classes and Path(comparison.data).is_dir():
             args.num_classes = count(args.train_split)
+        if args.initial_checkpoint and args.change_resolution:
+            at_resolution(read_checkpoint(args.initial_checkpoint), args)  # sets the width of a Mixer's larger network
         model = create_model(args).eval()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.zeros(1, *resolve_data_config(vars(args), model=model)["input_size"]))

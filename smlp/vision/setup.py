@@ -100,8 +100,10 @@ def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
     had = getattr(before, "model_kwargs", {})
     if not args.model_kwargs:
         args.model_kwargs = had
-    elif "token_dim" in had:  # --change-resolution adds the width of the network over tokens
-        args.model_kwargs = {"token_dim": had["token_dim"], **args.model_kwargs}
+    elif "token_dim" in had:  # --change-resolution sets the width of the network over tokens
+        width = {"token_dim": had["token_dim"]}
+        is_changed = getattr(before, "change_resolution", False)
+        args.model_kwargs = {**args.model_kwargs, **width} if is_changed else {**width, **args.model_kwargs}
     if getattr(before, "model_ema", False) and not args.model_ema:
         raise UserError(f"--resume {args.resume} has an average of its weights, which would be lost: give --model-ema")
     for name in _OF_THE_CHECKPOINT:

@@ -305,7 +305,7 @@ def test_a_dataset_through_datasets(tmp_path, capsys):
     assert run(f"hf:{folder}", "--out", out, *QUICK, "--text-field", "body") == 0
     found = documents(out)
     assert [piece.text for piece in found] == [f"Text {shard}-{row}." for shard in range(3) for row in range(4)]
-    assert isinstance(found[5], Record) and found[5].fields == {"stars": "1"}
+    assert isinstance(found[5], Record) and found[5].fields == {"stars": 1}
     assert found[5].id == "train-00001-of-00003:1"
     manifest = read_manifest(next(path for path in out.iterdir() if path.name != ".raw"))
     assert manifest["counts"]["dropped"] == {"no text in field 'body'": 3} and len(manifest["outputs"]) == 3

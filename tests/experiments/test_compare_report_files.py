@@ -238,9 +238,17 @@ def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
         ("runs/Switch-s1/router_health.jsonl", lambda line: line["work"].update(ratio="x"), "1 of 4 lines are damaged"),
         ("runs/Switch-s1/router_health.jsonl", lambda line: line.pop("update"), "1 of 4 lines are damaged"),
         ("runs/Switch-s1/router_health.jsonl", lambda line: line.update(work=None, pooled=None, layers=None), ""),
-        ("runs/Switch-s1/train.log", lambda line: line.update(mem_gb="x"), ""),
+        (
+            "runs/Switch-s1/train.log",
+            lambda line: line.update(mem_gb="x"),
+            "train.log has no validation on valid at the last update",
+        ),
         ("runs/Switch-s1/update_times.jsonl", lambda line: line.update(seconds=-1), "lines are damaged"),
-        ("runs/Switch-s1/train.log", lambda line: line.update(train_wall=True), ""),
+        (
+            "runs/Switch-s1/train.log",
+            lambda line: line.update(train_wall=True),
+            "train.log has no validation on valid at the last update",
+        ),
     ],
 )
 def test_single_values_that_are_damaged_are_named(tmp_path, name, change, words, capsys):

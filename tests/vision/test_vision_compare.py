@@ -109,6 +109,21 @@ def test_costs_are_those_of_the_model_that_is_trained(digits, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0] == whole
 
 
+def test_a_mixer_whose_resolution_is_changed_is_counted_with_its_wider_network(digits, tmp_path, in_process, capsys):
+    """Twice the side has four times the tokens, and four times the hidden width over them."""
+    out = tmp_path / "out"
+    assert run(write(tmp_path, digits, seeds="[1]"), out) == 0
+    start, said = out / "runs" / "second-s1" / "last.pth.tar", []
+    changed = f"--img-size 16 --initial-checkpoint {start} --change-resolution"
+    for width, more in ((8, "--img-size 16"), (32, "--img-size 16"), (8, changed)):
+        path = write(tmp_path, digits, more=more)
+        path.write_text(path.read_text().replace("token_dim=8 --img", f"token_dim={width} --img"))
+        capsys.readouterr()
+        assert run(path, tmp_path / "b", "--dry-run") == 1
+        said.append(capsys.readouterr().err)
+    assert said[0] != said[1] == said[2] and "they may differ by 3%" in said[2]
+
+
 def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, in_process, capsys):
     out, path = tmp_path / "out", write(tmp_path, digits, seeds="[1]")
     assert run(path, out) == 0
@@ -138,15 +153,29 @@ def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, 
     [
         ({"data": "''"}, "data and at least two models are needed"),
         ({"width": 64}, "they may differ by 3%"),
+        ({"more": "--epochs 3"}, "models.second has --epochs, which must be the same for all"),
+        ({"more": "--val-split=train"}, "models.second has --val-split, which must be the same for all"),
         ({"more": "--seed 3"}, "models.second has --seed, which smlp vision compare sets"),
         ({"more": "--resum x"}, "comparison.yaml: options of smlp vision train: unrecognized arguments: --resum x"),
         ({"seeds": "[2147483648]"}, "seeds must be at most 2,147,483,647"),
         ({"seeds": "[1, 1]"}, "seeds has a seed twice: [1, 1]"),
         ({"seeds": "[x]"}, "seeds must be a whole number"),
         ({"seeds": "[]"}, "seeds is empty: name at least one"),
-        ({"more": "--epochs x"}, "comparison.yaml: options of smlp vision train: argument --epochs: "),
+        ({"more": "--lr x"}, "comparison.yaml: options of smlp vision train: argument --lr: "),
     ],
-    ids=["no-data", "flops", "own-option", "abbreviated", "large", "twice", "no-number", "no-seed", "no-option"],
+    ids=[
+        "no-data",
+        "flops",
+        "epochs",
+        "split",
+        "own-option",
+        "abbreviated",
+        "large",
+        "twice",
+        "no-number",
+        "no-seed",
+        "no-option",
+    ],
 )
 def test_comparisons_that_are_refused(digits, tmp_path, capsys, changes, sentence):
     assert run(write(tmp_path, digits, **changes), tmp_path / "out") == 1

@@ -214,6 +214,9 @@ def test_change_of_resolution(digits, tmp_path, model):
     assert float(row["eval_loss"]) == pytest.approx(at_once["loss"], rel=1e-6)
     again = evaluated(tmp_path / "large" / "last.pth.tar", digits)
     assert again["loss"] == pytest.approx(at_once["loss"], rel=1e-6) and again["image_size"] == 16
+    resumed = ["--epochs", "2", "-b", "80", "--no-aug", *larger[3:], "--img-size", "16", "--experiment", "resumed"]
+    last = tmp_path / "large" / "last.pth.tar"  # --model-kwargs name the width at the smaller size
+    assert train(digits, *resumed, "--output", tmp_path, "--resume", last, model=model) == 0
 
 
 @pytest.mark.parametrize("kind", ["mixer", "gmlp"])
