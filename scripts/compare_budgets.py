@@ -24,7 +24,7 @@ from smlp.errors import UserError
 from smlp.experiments.report.draw_curves import styles
 from smlp.experiments.report.quality import AFTER_PREFIX, difference, perplexity
 from smlp.experiments.report.results import Model, Results, read_results
-from smlp.experiments.report.table import Cell, Estimate, t_quantile
+from smlp.experiments.report.table import Cell, Estimate, markdown_line, t_quantile
 from smlp.files import check_folder, check_no_other
 from smlp.plots.drawing import FORMATS, legend, new_figure, save
 
@@ -86,11 +86,6 @@ def measured(experiment: Results, name: str, baseline: str, subset: str | None) 
     return found, difference(experiment, model, other, subset)[1] if found and model is not other else None
 
 
-def in_cell(name: str) -> str:
-    """Return the name of a model as a cell of a Markdown table."""
-    return name.replace("|", "\\|")
-
-
 def write_table(
     experiments: Sequence[Results], names: Sequence[str], baseline: str, subset: str | None, out: Path
 ) -> str:
@@ -113,7 +108,7 @@ def write_table(
                 row = [name, tokens_of(experiment), found.count, found.mean, *values, *origin]
                 table.writerow(["" if value is None else value for value in row])
                 cells.append(f"{found.mean:.2f}" + (f" ({against.text})" if against else ""))
-            lines.append(f"| {in_cell(name)} | {parameters / 1e6:.2f} | {' | '.join(cells)} |")
+            lines.append(markdown_line([name, f"{parameters / 1e6:.2f}", *cells]))
     rates = [dict.fromkeys(rate for name in names if (rate := rate_of(experiment, name))) for experiment in experiments]
     return "\n".join([*lines, f"| learning rate | | {' | '.join(', '.join(some) or '–' for some in rates)} |"])
 
@@ -150,7 +145,7 @@ def fitted(experiments: Sequence[Results], name: str, baseline: str, subset: str
         half = t_quantile(len(points) - 2) * error
         low, best, high = (100 * math.expm1(value + end) for end in (-half, 0, half))
         cells.append(f"{best:+.1f} % [{low:+.1f}, {high:+.1f}]")
-    return f"| {in_cell(name)} | {len(points)} | {' | '.join(cells)} |"
+    return markdown_line([name, str(len(points)), *cells])
 
 
 def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, subset: str | None, out: Path) -> None:

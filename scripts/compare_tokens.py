@@ -23,6 +23,7 @@ from smlp.checkpoint.load import load_language_model
 from smlp.errors import UserError
 from smlp.evaluation.samples import Cutting, Samples, cut
 from smlp.evaluation.scoring import score_samples
+from smlp.experiments.report.table import markdown_line
 from smlp.text.binarized import read_fairseq_tokens
 
 LONG = 3  # tokens before that must agree, for the first group
@@ -80,7 +81,7 @@ def compare(losses: Sequence[np.ndarray], group_N: np.ndarray) -> list[str]:
             continue
         means = [f"{loss_N[chosen_N].mean():.3f}" for loss_N in losses]
         parts = [f"{(loss_N - losses[0])[chosen_N].sum() / len(group_N):+.4f}" for loss_N in losses[1:]]
-        lines.append(f"| {name} | {chosen_N.mean():.1%} | {' | '.join([*means, *parts])} |")
+        lines.append(markdown_line([name, f"{chosen_N.mean():.1%}", *means, *parts]))
     return lines
 
 

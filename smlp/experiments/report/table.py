@@ -152,8 +152,8 @@ class Table:
         """Return the table without title and notes. The first column and those of text are left-aligned."""
         columns = self.columns
         marks = ["---" if n == 0 or self._is_text(column.key) else "---:" for n, column in enumerate(columns)]
-        lines = [_line(column.head for column in columns), "|" + "|".join(marks) + "|"]
-        lines += [_line(row.get(column.key, EMPTY).text for column in columns) for row in self.rows]
+        lines = [markdown_line(column.head for column in columns), "|" + "|".join(marks) + "|"]
+        lines += [markdown_line(row.get(column.key, EMPTY).text for column in columns) for row in self.rows]
         return "\n".join(lines)
 
     def csv(self) -> str:
@@ -194,7 +194,8 @@ def _count(cell: Cell, kind: str) -> int:
     return len(cell.samples or ()) if cell.kind == kind else 0
 
 
-def _line(cells: Iterable[str]) -> str:
+def markdown_line(cells: Iterable[str]) -> str:
+    """Return a row of a Markdown table."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
