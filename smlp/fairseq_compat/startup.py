@@ -106,12 +106,13 @@ def keep_freed_memory() -> KeptMemory | None:
     glibc asks the kernel for each large block and hands it back when it is freed, so that every activation and gradient
     of every update is mapped anew and cleared page by page: a tenth to a fifth of an update's time on a CPU
     (docs/performance.md). Nothing changes if the environment sets the allocator (``MALLOC_...``, ``GLIBC_TUNABLES``,
-    ``LD_PRELOAD``) or there is no glibc.
+    ``LD_PRELOAD``) or there is no glibc or no ``/proc``.
     """
     if any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in os.environ):
         return None
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
+        _held_bytes()
     except (OSError, AttributeError):
         return None
     settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _LARGEST_INT, _M_TOP_PAD: _AT_A_TIME}

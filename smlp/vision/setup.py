@@ -173,6 +173,8 @@ class Training:
         elif initial is not None:
             load_weights(self.model, initial, args.initial_checkpoint, args, new_head=True)
         config = resolve_data_config(vars(args), model=self.model)
+        if channels == 1:  # timm's loaders average three numbers so, but its augmentations fail on them
+            config.update({name: (sum(config[name]) / len(config[name]),) for name in ("mean", "std")})
         if args.rank == 0 and args.no_aug and config["crop_pct"] < 1:
             print(
                 f"smlp: warning: --no-aug trains on whole images, but validation cuts out {config['crop_pct']:.4g} of "

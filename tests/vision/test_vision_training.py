@@ -317,10 +317,11 @@ def test_adaptive_clipping_leaves_out_the_head(digits, tmp_path, monkeypatch):
     assert seen[1] == seen[0] - 2
 
 
+@pytest.mark.parametrize("channels", ["1", "3"])
 @pytest.mark.parametrize("policy", ["original", "rand-m15-n2"])
-def test_the_papers_augmentation_of_colour_images(digits, policy, tmp_path):
-    """AutoAugment (gMLP) and RandAugment (Mixer), as the recipes for ImageNet have them."""
-    options = ["--in-chans", "3", "--aa", policy, "--epochs", "1", "--warmup-epochs", "0", "-b", "80"]
+def test_the_papers_augmentation(digits, policy, channels, tmp_path):
+    """AutoAugment (gMLP) and RandAugment (Mixer), as the recipes for ImageNet have them; of grey images, too."""
+    options = ["--in-chans", channels, "--aa", policy, "--epochs", "1", "--warmup-epochs", "0", "-b", "80"]
     assert train(digits, *options, "--output", tmp_path, "--experiment", "augmented") == 0
     (row,) = rows(tmp_path / "augmented")
     assert 0 < float(row["train_loss"]) < 10
