@@ -20,6 +20,10 @@ VARIANTS = {
         "num_dense_layers": 1, "num_sparse_layers": 2, "num_experts": 4, "smlp_feature_scale": 0.5,
         "smlp_projection_dim": 3, "smlp_order": "tokens_first", "router": "loss_free", "embed_scaling": "always",
     },
+    "smlp, attention": {
+        "num_dense_layers": 2, "num_sparse_layers": 2, "num_experts": 4, "router": "hash",
+        "sparse_block": "transformer", "transformer_attention": "rotary", "spatial_weights": "toeplitz",
+    },
     "smlp, offsets": {
         "num_dense_layers": 1, "num_sparse_layers": 2, "num_experts": 4, "base_offset_rate": 0.1,
     },
