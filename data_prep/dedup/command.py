@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from data_prep.dedup.contamination import MIN_NGRAM, NGRAM, index_tasks, read_tasks, summary
-from data_prep.dedup.files import CONTAMINATED, REMOVED, WORK, Signed
+from data_prep.dedup.files import CONTAMINATED, REMOVED, Signed
 from data_prep.dedup.groups import exact_pairs, first_of_each, near_pairs, pairs_name, partition_parts
 from data_prep.dedup.passes import Decisions, SignSettings, outputs_of_part, sign_part, write_part
 from data_prep.dedup.signatures import Scheme
 from data_prep.flow.documents import FORMATS
-from data_prep.flow.manifest import Counts, PartResult, write_manifest
+from data_prep.flow.manifest import WORK, Counts, PartResult, write_manifest
 from data_prep.flow.options import (
     COMPRESSIONS,
     add_compression,

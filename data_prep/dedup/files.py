@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.flow.manifest import REPORTS, WORK
 from data_prep.flow.streams import sha256_of, write_bytes, write_stream
 
-WORK = ".work"
 # The leading dot keeps the next step from reading them as documents.
-REMOVED = ".reports/removed.jsonl.gz"
-CONTAMINATED = ".reports/contaminated.jsonl.gz"
+REMOVED = f"{REPORTS}/removed.jsonl.gz"
+CONTAMINATED = f"{REPORTS}/contaminated.jsonl.gz"
 _OPEN_FILES = 64
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.dedup.files import WORK, Lookup, Signed, output_of, read_partition
+from data_prep.dedup.files import Lookup, Signed, output_of, read_partition
 from data_prep.dedup.signatures import Scheme, similarity
-from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.manifest import WORK, Counts, PartResult
 from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import write_stream
 

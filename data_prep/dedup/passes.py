@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.dedup.contamination import Index, TaskNgrams
-from data_prep.dedup.files import WORK, Lookup, Signed, output_of, spilling
+from data_prep.dedup.files import Lookup, Signed, output_of, spilling
 from data_prep.dedup.signatures import (
     Scheme,
     band_keys,
@@ -23,7 +23,7 @@ from data_prep.dedup.signatures import (
     words_of,
 )
 from data_prep.flow.documents import ReadSettings, Record, counted_records
-from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.manifest import WORK, Counts, PartResult
 from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import json_line, write_stream
 
@@ -172,7 +172,7 @@ def write_part(
                 continue
             else:
                 winner = int(kept[document - base])
-                row = _removed(document, winner, bool(exact[document - base] != document), lookup)
+                row = _removed(document, winner, bool(exact[document - base] == winner), lookup)
                 row = {"id": piece.id, "source": piece.source, **row}
                 held_out = winner < signed.first_input
                 row["held_out"] = held_out
@@ -187,7 +187,10 @@ def write_part(
 
 
 def _removed(document: int, winner: int, is_exact: bool, lookup: Lookup) -> dict[str, Any]:
-    """Say why a document is removed. The similarity is to the kept document, which may be a duplicate's duplicate."""
+    """Say why a document is removed.
+
+    The kept document may be a duplicate's duplicate, and kind and similarity are those of the document and it.
+    """
     identity, source = lookup.name(winner)
     alike = 1.0
     if not is_exact:

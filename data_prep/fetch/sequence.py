@@ -90,10 +90,6 @@ def fetch(wanted: Wanted) -> Outcome:
         inputs = [{"path": row["url"], "bytes": row["bytes"], "sha256": row["sha256"]} for row in facts]
     corpus = {"title": source.title, "licence": source.licence, "citation": source.citation, "notes": source.notes}
     manifest = write_manifest(run.out, "fetch", wanted.settings, inputs, finished.results, {"corpus": corpus})
-    written = {output["name"] for output in manifest["outputs"]}
-    for path in run.out.glob("*.jsonl*"):
-        if path.name not in written:  # belongs to a file that no longer exists
-            path.unlink()
     return Outcome(finished, manifest)
 
 

@@ -19,7 +19,8 @@ from smlp.errors import UserError, one_line
 from smlp.files import name_below, read_text
 
 MANIFEST = "manifest.json"
-STATE = ".state"  # in a step's folder: finished parts
+#: in a step's folder: finished parts, files that are used up, and files about documents that are not there any more
+STATE, WORK, REPORTS = ".state", ".work", ".reports"
 SETTINGS = "settings.json"  # in that folder: the step and its settings
 
 

@@ -21,7 +21,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from data_prep.flow.manifest import MANIFEST, SETTINGS, STATE, Counts, PartResult, as_json, output_paths, read_settings
+from data_prep.flow.manifest import (
+    MANIFEST,
+    REPORTS,
+    SETTINGS,
+    STATE,
+    WORK,
+    Counts,
+    PartResult,
+    as_json,
+    output_paths,
+    read_settings,
+)
 from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import PARTIAL, read_json, sha256_of, write_bytes
 from data_prep.flow.workers import work_on
@@ -109,12 +120,30 @@ def _without(record: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _throw_away(out: Path) -> None:
-    """Empty a step's folder. Its settings go last, so that a kill leaves a folder that is recognised."""
-    state = out / STATE
-    for path in [*(path for path in out.iterdir() if path != state), *state.iterdir()]:
+    """Empty a step's folder.
+
+    What says which files are its own goes last, so that a kill leaves a folder that is recognised.
+
+    Raises:
+        UserError: it holds a file that the step did not record; nothing is deleted then.
+    """
+    records = [path for path in (out / MANIFEST, *(out / STATE).glob("*/*.json")) if path.is_file()]
+    known = {MANIFEST}
+    for path in records:
+        with contextlib.suppress(KeyError, TypeError):  # damaged: what it named has to be removed by hand
+            known.update(row["name"] for row in (read_json(path) or {})["outputs"])
+    for path in out.rglob("*"):
+        name = path.relative_to(out)
+        is_own = name.parts[0] in (STATE, WORK, REPORTS) or str(name) in known
+        if not is_own and (path.is_symlink() or not path.is_dir()):
+            raise UserError(
+                f"--restart would delete {path}, which no record of this step names: move it out of {out}, or remove it"
+            )
+    last = (out / MANIFEST, out / STATE)
+    for path in [*(path for path in out.iterdir() if path not in last), *records, *(out / STATE).iterdir()]:
         if path.name not in (SETTINGS, LOCK):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    (state / SETTINGS).unlink()
+    (out / STATE / SETTINGS).unlink()
 
 
 def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:

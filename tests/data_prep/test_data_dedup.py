@@ -256,8 +256,9 @@ def test_against_all_pairs(tmp_path):
         winner, source, identity = order[first[place]]
         assert row["kept_source"] == source and (identity is None or row["kept_id"] == identity)
         assert row["held_out"] == (identity is None)
-        same_words = any(words_of(text) == words_of(other) for other, _, _ in order[:place] if words_of(text))
-        assert row["kind"] == ("exact" if same_words or not words_of(text) else "near")
+        same_words = words_of(text) == words_of(winner)
+        assert row["kind"] == ("exact" if same_words else "near")
+        assert not same_words or row["similarity"] == 1
         assert abs(row["similarity"] - (1 if text == winner else jaccard(text, winner))) < 0.15
     counts = manifest["counts"]
     assert counts["documents_in"] == len(documents) and counts["kept"] == len(kept)

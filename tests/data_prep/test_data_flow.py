@@ -646,6 +646,19 @@ def test_a_kill_while_old_work_is_thrown_away_leaves_a_folder_that_is_known(sour
     assert run_upper(source, run, {"seed": 2}, restart=True)["counts"]["documents_in"] == 120
 
 
+@pytest.mark.parametrize("name", ["notes.md", "more/checkpoint.pt", ".git/config", "link"])
+def test_old_work_is_not_thrown_away_with_files_of_others(source, tmp_path, name):
+    run = StepRun(tmp_path / "out", quiet=True)
+    run_upper(source, run, {"seed": 1})
+    (path := run.out / name).parent.mkdir(exist_ok=True)
+    path.symlink_to(source) if name == "link" else path.write_text("mine")
+    with pytest.raises(UserError, match=f"would delete {path}, which no record of this step names: move it out"):
+        run_upper(source, run, {"seed": 2}, restart=True)
+    assert run_upper(source, run, {"seed": 1})["settings"] == {"seed": 1}, "nothing was deleted"
+    path.unlink()
+    assert run_upper(source, run, {"seed": 2}, restart=True)["counts"]["documents_in"] == 120
+
+
 @pytest.mark.parametrize("out", ["in", "in/out"])
 def test_out_inside_in_is_refused(tmp_path, capsys, out):
     from smlp.cli.main import main
