@@ -83,8 +83,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="a part; may be given again")
     parser.add_argument("--threads", **whole(1, MOST_PROCESSES), help="of the CPU (default: as torch finds them)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the report here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here, over what is there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the report here, over what is there")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a target is missed")
     options = parser.parse_args(arguments)
     for option, file in (("--json", options.json), ("--markdown", options.markdown)):

@@ -86,7 +86,30 @@ def tokenizer_of(
                 return _read(Path(folder) / DICTIONARY, tokenizer or find_tokenizer([Path(folder)]), checkpoint)
             except UserError as error:
                 raise UserError(f"in {checkpoint.path}: {str(error).replace(f'{folder}/', '')}") from error
-    return _read(*_find_files(checkpoint, dictionary, tokenizer), checkpoint)
+    found = _read(*_find_files(checkpoint, dictionary, tokenizer), checkpoint)
+    if dictionary is not None:
+        _check_dictionary(Path(dictionary), found.vocabulary, checkpoint)
+    return found
+
+
+def _check_dictionary(path: Path, vocabulary: Vocabulary, checkpoint: Checkpoint) -> None:
+    """Refuse a dictionary of the right size whose symbols are not those of the checkpoint's own, if it has one.
+
+    Raises:
+        UserError: the message names both files.
+    """
+    own = checkpoint.path if checkpoint.is_export else dictionary_of(checkpoint.path, checkpoint.state)
+    if own is None or own.exists() and own.samefile(path):
+        return
+    held = tokenizer_of(checkpoint).vocabulary if checkpoint.is_export else Vocabulary.load(own)
+    if checkpoint.config.is_bidirectional and not checkpoint.is_export:
+        held = held.with_mask()
+    symbols = zip(vocabulary.symbols, held.symbols, strict=False)
+    if len(vocabulary) == len(held) and (differs := next((pair for pair in symbols if pair[0] != pair[1]), None)):
+        raise UserError(
+            f"dictionary {path} has other symbols than {own}, which the model was trained with: {differs[0]!r} where "
+            f"that has {differs[1]!r}"
+        )
 
 
 def _read(dictionary: Path, tokenizer: str | Path | None, checkpoint: Checkpoint) -> Tokenizer:

@@ -281,7 +281,7 @@ def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
     cfg = training_configuration(without_options(arguments, _WORLD_SIZE))
     has_cuda = any(planned.device != "cpu" for planned in ranks)
     check_half_precision(cfg, has_cuda)
-    check_before_start(cfg, len(ranks), has_cuda)
+    check_before_start(cfg, len(ranks), has_cuda, is_here=options.nodes is None)
     if rank == 0:
         user_dir = [] if has_option(arguments, "--user-dir") else ["--user-dir", package_dir()]
         group_size = getattr(cfg.model, "expert_parallel_size", None)

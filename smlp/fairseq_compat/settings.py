@@ -59,13 +59,14 @@ def apply() -> None:
     train.add_defaults = checked_add_defaults
 
 
-def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -> None:
+def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None, is_here: bool = True) -> None:
     """Refuse, before anything is built, what cannot work on these ranks.
 
     Args:
         cfg: fairseq's configuration.
         num_ranks: W.
         has_cuda: whether the ranks run on GPUs; by default, whether this process would.
+        is_here: whether they run on this machine, whose memory must hold the model then.
 
     Raises:
         UserError: the message names the option.
@@ -97,7 +98,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None) -
             f"--router-freeze {config.router_freeze} and --base-warmup {config.base_warmup} are shares of the training "
             "run: give its length with --max-update"
         )
-    if config is not None and not has_cuda and getattr(cfg.optimizer, "_name", None) == "adam":
+    if config is not None and is_here and not has_cuda and getattr(cfg.optimizer, "_name", None) == "adam":
         check_training(config, group_size)
 
 

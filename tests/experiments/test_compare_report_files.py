@@ -123,6 +123,8 @@ def test_times_of_updates_are_exact_and_count_once():
     assert read_timeline([times[0], times[2]], {}) is None
     assert missing_update([]) is missing_update(times) is missing_update([*times, again]) is None
     assert (missing_update(times[1:]), missing_update([times[0], times[2]])) == (1, 2)
+    assert missing_update([], last=4) is missing_update(times, last=3) is None and missing_update(times, last=5) == 4
+    assert read_timeline(times, logged, last=5).updates == (0, 5)
 
 
 def test_a_run_without_its_last_validation_says_so(out):
@@ -141,6 +143,14 @@ def test_a_run_with_a_line_missing_from_its_times_says_so(out):
         path.write_text("\n".join(kept))
         (run,) = (run for run in read_results(out).runs if run.folder == path.parent)
         assert ("update_times.jsonl has no line of update 2" in "".join(run.notes)) == said
+
+
+def test_a_run_of_another_model_says_so(out):
+    path = run_folder(out, "gMLP", 1) / "run.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "made_with": {"arch": "smlp_tiny", "seed": 1}}))
+    (run,) = (run for run in read_results(out).runs if run.folder == path.parent)
+    assert "run.json is that of another run: arch = smlp_tiny, not gmlp_lm_tiny" in run.notes
 
 
 def test_what_is_no_experiment_is_refused(tmp_path):

@@ -123,6 +123,7 @@ REFUSED = [
     ({"beam": 2, "when_full": "slide"}, "sliding.*beam"),
     ({"batch_size": 0}, "batch_size"),
     ({"stop": ""}, "stop string must not be empty"),
+    ({"stop": "\udcff"}, "has a lone surrogate"),
     ({"method": Sampling(), "seed": 2}, "seed: give these settings to the method"),
     ({"temprature": 1}, "temprature"),
     ({"max_tokens": 12}, "prompt 2: 2 prompt tokens.*max_tokens=12"),

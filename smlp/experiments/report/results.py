@@ -255,6 +255,10 @@ def _run(out: Path, model: Model, seed: int, subset: str, updates: int) -> RunRe
     notes: list[str] = []
     record = read_json_or_note(folder / "run.json", notes, json_files.RUN) or {}
     state = record.get("state", "unknown") if folder.is_dir() else MISSING
+    made_with = record.get("made_with") or {}
+    for name, wanted in (("arch", model.arch), ("seed", seed)):
+        if made_with.get(name, wanted) != wanted:
+            notes.append(f"run.json is that of another run: {name} = {made_with[name]}, not {wanted}")
     log: list[dict[str, Any]] = []
     if (folder / "train.log").is_file():
         try:
@@ -263,8 +267,9 @@ def _run(out: Path, model: Model, seed: int, subset: str, updates: int) -> RunRe
             notes.append(str(error))
     lines = training_lines(log)
     times = read_lines_and_note(folder / "update_times.jsonl", notes, json_files.TIME_LINE)
-    timeline = read_timeline(times, lines)
-    if missing := missing_update(times):
+    last_of_all = updates if state == DONE else 0
+    timeline = read_timeline(times, lines, last_of_all)
+    if missing := missing_update(times, last_of_all):
         notes.append(
             f"update_times.jsonl has no line of update {missing:,}, so its times are train.log's, in whole seconds"
         )

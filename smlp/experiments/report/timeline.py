@@ -49,13 +49,18 @@ def training_lines(records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[st
     return dict(sorted(lines.items()))
 
 
-def missing_update(times: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the first update before the last that has no line in ``update_times.jsonl``; None if there is none."""
+def missing_update(times: Iterable[Mapping[str, Any]], last: int = 0) -> int | None:
+    """Return the first update that has no line in ``update_times.jsonl`` though a later one has, or up to ``last``.
+
+    None if there is none, or no line at all.
+    """
     updates = {line["update"] for line in times}
-    return next((update for update in range(1, len(updates) + 1) if update not in updates), None)
+    return next((update for update in range(1, max(len(updates), last) + 1) if updates and update not in updates), None)
 
 
-def read_timeline(times: Sequence[Mapping[str, Any]], lines: Mapping[int, Mapping[str, Any]]) -> TrainingTime | None:
+def read_timeline(
+    times: Sequence[Mapping[str, Any]], lines: Mapping[int, Mapping[str, Any]], last: int = 0
+) -> TrainingTime | None:
     """Return how long a run trained; None if no file says.
 
     Updates that a resumed run did a second time count once, the last time.
@@ -63,9 +68,10 @@ def read_timeline(times: Sequence[Mapping[str, Any]], lines: Mapping[int, Mappin
     Args:
         times: lines of ``update_times.jsonl``; used if there are any and :func:`missing_update` finds none missing.
         lines: of the log, by update.
+        last: the run's last update, if it is finished.
     """
     by_update = {line["update"]: line for line in times}
-    if by_update and missing_update(times) is None:
+    if by_update and missing_update(times, last) is None:
         steps = [(update, by_update[update]["seconds"], by_update[update]["tokens"]) for update in sorted(by_update)]
     else:
         steps = [

@@ -13,7 +13,7 @@ from smlp.inference.generation.prompts import Text, ready_prompts
 from smlp.inference.generation.sampled import sampled_texts
 from smlp.inference.generation.settings import BeamSearch, Limits, Sampling
 from smlp.nn.decoder import Decoder
-from smlp.text.tokenizer import Tokenizer, Vocabulary
+from smlp.text.tokenizer import Tokenizer, Vocabulary, check_characters
 
 
 class StopStrings:
@@ -22,13 +22,14 @@ class StopStrings:
     Text that may be the beginning of a stop string is held back until that is decided.
 
     Raises:
-        UserError: a stop string is empty or not a string.
+        UserError: a stop string is empty, not a string, or not Unicode text.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         for stop in stops:
             if not isinstance(stop, str):
                 raise UserError(f"a stop string must be a string, got {stop!r:.80}")
+            check_characters(stop)
         if not all(stops):
             raise UserError("a stop string must not be empty: every text would end at once")
         self._stops = tuple(stops)
