@@ -127,6 +127,18 @@ def test_dictionary_with_the_data_or_by_name(checkpoint, tmp_path):
     assert len(load_pretrained(path, dictionary=tmp_path / "words.txt").vocabulary) == 14
 
 
+def test_a_dictionary_in_another_order_is_refused(checkpoint, tmp_path):
+    path, _ = checkpoint
+    lines = (tmp_path / "dict.txt").read_text().splitlines(keepends=True)
+    (tmp_path / "same.txt").write_text("".join(lines))
+    (tmp_path / "turned.txt").write_text("".join(reversed(lines)))
+    assert len(load_pretrained(path, dictionary=tmp_path / "same.txt").vocabulary) == 14
+    with pytest.raises(
+        smlp.UserError, match=r"turned\.txt has other symbols than .*dict\.txt, which the model was trained"
+    ):
+        load_pretrained(path, dictionary=tmp_path / "turned.txt")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
