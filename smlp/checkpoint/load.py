@@ -99,7 +99,7 @@ def _check_dictionary(path: Path, vocabulary: Vocabulary, checkpoint: Checkpoint
         UserError: the message names both files.
     """
     own = checkpoint.path if checkpoint.is_export else dictionary_of(checkpoint.path, checkpoint.state)
-    if own is None or own.exists() and own.samefile(path):
+    if own is None or (own.exists() and own.samefile(path)):
         return
     held = tokenizer_of(checkpoint).vocabulary if checkpoint.is_export else Vocabulary.load(own)
     if checkpoint.config.is_bidirectional and not checkpoint.is_export:
