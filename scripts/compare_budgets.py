@@ -38,10 +38,16 @@ def in_order(folders: Sequence[Path]) -> list[Results]:
     """Read the folders and order them by budget.
 
     Raises:
-        UserError: one cannot be read, or two have the same budget.
+        UserError: one cannot be read, two have the same budget, or they count different positions.
     """
     experiments = sorted((read_results(folder) for folder in folders), key=tokens_of)
     for one, other in itertools.pairwise(experiments):
+        first, second = (max(model.config.prefix_tokens for model in some.models) for some in (one, other))
+        if first != second:
+            raise UserError(
+                f"{one.folder} counts the positions after a prefix of {first} tokens, and {other.folder} those after "
+                f"{second}, because a model with a prefix is in one of them only: give experiments with the same models"
+            )
         if tokens_of(one) == tokens_of(other):
             raise UserError(f"{one.folder} and {other.folder} have the same budget, {tokens_of(one):,} tokens")
     return experiments

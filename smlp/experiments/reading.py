@@ -171,7 +171,7 @@ def _check_overlap(experiment: Experiment) -> None:
             for name in model.overrides.keys() & settings.keys():
                 raise UserError(
                     f"{experiment.path}: models.{model.name}.{name} would have no effect, because {where} sets it too: "
-                    f"put it into models.{model.name}.recipe"
+                    + ("leave it out" if where == "tune" else f"put it into models.{model.name}.recipe")
                 )
 
 

@@ -159,7 +159,7 @@ MISTAKES = {
     ),
     "option of the grid beside settings": (
         FILE.replace("num_experts: 4", "dropout: 0.1") + "tune: {dropout: [0, 0.2], updates: 9}\n",
-        r"models.sMLP E=4.dropout would have no effect, because tune sets it too",
+        r"models.sMLP E=4.dropout would have no effect, because tune sets it too: leave it out",
     ),
     "help": (FILE.replace("lr: 2e-3", "help: true"), r"recipe.help is set by smlp compare"),
     "long warm-up in the grid": (

@@ -36,7 +36,7 @@ def run(script, monkeypatch, tmp_path):
 def test_each_model_after_each_budget(run, tmp_path, capsys):
     large = write_experiment(tmp_path / "large", updates=UPDATES)
     small = write_experiment(
-        tmp_path / "small", {name: MODELS[name] for name in ("gMLP", "sMLP")}, tokens_per_update=512
+        tmp_path / "small", {name: MODELS[name] for name in MODELS if name != "Switch"}, tokens_per_update=512
     )
     rows = run(large, small)
     shown = [(row["model"], int(row["tokens"]), row["seeds"]) for row in rows]
@@ -54,6 +54,13 @@ def test_each_model_after_each_budget(run, tmp_path, capsys):
     assert next(line for line in printed if "Switch" in line).split(" | ")[2] == "–", "the small one has no Switch"
     assert printed[-1] == "| learning rate | | 0.002 | 0.002 |" and {row["lr"] for row in rows} == {"0.002"}
     assert all((tmp_path / "out" / f"budgets.{ending}").stat().st_size > 5000 for ending in ("png", "svg"))
+
+
+def test_other_positions_are_refused(run, tmp_path):
+    large = write_experiment(tmp_path / "large")
+    small = write_experiment(tmp_path / "small", {"gMLP": MODELS["gMLP"]}, tokens_per_update=512)
+    with pytest.raises(smlp.UserError, match=r"small counts the positions after a prefix of 0 tokens, and .*large those"):
+        run(large, small)
 
 
 def test_the_line_over_the_tokens_is_that_of_least_squares(run, tmp_path, capsys):
