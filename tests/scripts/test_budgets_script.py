@@ -59,7 +59,7 @@ def test_each_model_after_each_budget(run, tmp_path, capsys):
 def test_other_positions_are_refused(run, tmp_path):
     large = write_experiment(tmp_path / "large")
     small = write_experiment(tmp_path / "small", {"gMLP": MODELS["gMLP"]}, tokens_per_update=512)
-    with pytest.raises(smlp.UserError, match=r"small counts the positions after a prefix of 0 tokens, and .*large those"):
+    with pytest.raises(smlp.UserError, match=r"small counts the positions after a prefix of 0 tokens, and "):
         run(large, small)
 
 
