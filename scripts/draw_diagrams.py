@@ -30,7 +30,7 @@ DRAWINGS = {
 
 
 def draw(folder: Path, kind: str = "svg") -> list[Path]:
-    """Writes all drawings into the folder; returns their files."""
+    """Write all drawings into the folder and return their files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     with matplotlib.rc_context(SETTINGS):
@@ -44,5 +44,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="draw PNG files there instead")
     options = parser.parse_args()
-    for file in draw(options.png or FOLDER, "png" if options.png else "svg"):
-        print(file)
+    try:
+        for file in draw(options.png or FOLDER, "png" if options.png else "svg"):
+            print(file)
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")

@@ -343,9 +343,13 @@ def main() -> int:
     try:
         if options.action == "record":
             folder.mkdir(parents=True, exist_ok=True)
-            count = len(list(run_steps(Steps(tree, folder, folder), options.only, may_fail=False)))
-            print(f"{count} steps recorded in {folder}")
+            steps = Steps(tree, folder, folder)
+            if not fnmatch.filter(steps.all(), options.only):
+                raise Failure(f"--only {options.only!r}: there is no such step")
+            print(f"{len(list(run_steps(steps, options.only, may_fail=False)))} steps recorded in {folder}")
             return 0
+        if not (folder / "results").is_dir():
+            raise Failure(f"{folder} has no record: there is no folder results")
         with tempfile.TemporaryDirectory() as out:
             return 0 if check(Steps(tree, Path(out).resolve(), folder), options.only) else 1
     except Failure as error:

@@ -246,9 +246,12 @@ def stored_tensors(path: str | Path, header: Mapping[str, Any], start: int) -> d
     """Return the lazy tensors of a ``.safetensors`` file by name, from its header without the metadata.
 
     Raises:
-        KeyError: a tensor is of a type that torch does not have.
+        UserError: a tensor is of a type that weights of this package do not have.
     """
     version = FileVersion.of(path)
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise UserError(f"{path}: {name!r:.99} is of type {entry['dtype']}, not one of {', '.join(_DTYPES)}")
     return {
         name: StoredTensor(version, start + entry["data_offsets"][0], _DTYPES[entry["dtype"]], tuple(entry["shape"]))
         for name, entry in header.items()

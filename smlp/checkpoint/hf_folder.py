@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,12 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
     if kind not in MODEL_TYPES:
         raise UserError(f"{path} is of another kind of model (model_type {kind!r:.40}), not one of smlp's")
     is_encoder = kind == MODEL_TYPES[True]
+    weights = _weights(folder)
+    if others := sorted(name for name in weights if not name.startswith(_CORE)):
+        print(f"smlp: warning: {folder}: left out, as no part of the model: {', '.join(others)[:200]}", file=sys.stderr)
     model = {
         PREFIXES[is_encoder] + name.removeprefix(_CORE): tensor
-        for name, tensor in _weights(folder).items()
+        for name, tensor in weights.items()
         if name.startswith(_CORE)
     }
     num_updates = options.get("num_updates") or 0

@@ -81,7 +81,7 @@ def tokenizer_of(
     if checkpoint.is_export and dictionary is None:
         with tempfile.TemporaryDirectory() as folder:
             for name, tensor in checkpoint.files.items():
-                (Path(folder) / name).write_bytes(_to_bytes(tensor))
+                write_whole(Path(folder) / name, _to_bytes(tensor))
             try:
                 return _read(Path(folder) / DICTIONARY, tokenizer or find_tokenizer([Path(folder)]), checkpoint)
             except UserError as error:

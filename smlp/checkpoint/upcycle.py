@@ -209,6 +209,9 @@ class _Making:
             common = dense.state["cfg"].get("common") or {}
             in_fp16 = self.dtype == torch.float16 or common.get("fp16")
             router_scale = TINY_FP16 if in_fp16 else TINY
+        if not torch.tensor(router_scale, dtype=self.dtype):
+            dtype = str(self.dtype).removeprefix("torch.")
+            raise UserError(f"--router-scale {router_scale:g} is 0 in {dtype}: all experts would tie for every token")
         self.router_scale = router_scale
         self.sparse = set(config.sparse_layer_indices())
         self.grows = config.sparse_block in _GROWN

@@ -103,7 +103,7 @@ def _cka_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="images, or sequences as long as the context (default: %(default)s)",
     )
-    parser.add_argument("--batches", **whole(), metavar="N", help="use the first N batches (default: all)")
+    parser.add_argument("--batches", **whole(), metavar="N", help="use the first N batches (default: all whole ones)")
     parser.add_argument("--json", metavar="FILE", help="also write the matrix here")
 
 
@@ -215,8 +215,10 @@ def _cka(args: argparse.Namespace) -> int:
     first, second, matrix = found["first"], found["second"], found["cka"]
     lines = [[name, *(f"{value:.3f}" for value in row)] for name, row in zip(first, matrix, strict=True)]
     print(aligned([["", *second], *lines], 1))
+    what = "sequences" if is_text else "images"
+    print(f"\nfrom {found[what]:,} {what}, in whole batches of {args.batch_size}")
     if len(first) == len(second):
-        print(f"\nmean of the diagonal: {sum(row[i] for i, row in enumerate(matrix)) / len(first):.4f}")
+        print(f"mean of the diagonal: {sum(row[i] for i, row in enumerate(matrix)) / len(first):.4f}")
     _write(args.json, found)
     return 0
 

@@ -164,10 +164,13 @@ def planned_models(experiment: Experiment, data: str, vocab_size: int) -> list[P
     from smlp.fairseq_compat.command_line import training_configuration
     from smlp.fairseq_compat.settings import check_pairs, settle_context
 
+    settings = [experiment.recipe, *(part for entry in experiment.models for part in (entry.recipe, entry.overrides))]
+    flags = {f"--{name.replace('_', '-')}" for part in settings for name, value in part.items() if value is False}
+
     def configure(words: list[str]) -> Any:
         budget = ["--max-update", str(experiment.updates)]  # learning rate schedules are checked against it
         words = ["--task", experiment.task, *words, *budget]
-        cfg = training_configuration([data, *words, *default_arguments(words)])  # as smlp train
+        cfg = training_configuration([data, *words, *default_arguments(words)], flags)  # as smlp train
         check_pairs(cfg)
         settle_context(cfg.model, cfg.task)
         return config_of(cfg.model, vocab_size + (experiment.task == MASKED))  # and <mask>

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,11 +47,15 @@ def load_plugin() -> None:
         import_tasks(os.path.join(directory, "tasks"), "smlp.tasks")
 
 
-def training_configuration(arguments: list[str]) -> Any:
+def training_configuration(arguments: list[str], without: Iterable[str] = ()) -> Any:
     """Return fairseq's complete configuration for a command line of ``fairseq-train``; nothing is made or started.
 
+    Args:
+        arguments: the command line.
+        without: flags that it leaves out because a file says false.
+
     Raises:
-        UserError: an option is wrong, or ranks cannot start as it says.
+        UserError: an option is wrong, one of ``without`` takes a value, or ranks cannot start as it says.
     """
     load_plugin()
     from fairseq import options
@@ -63,6 +67,10 @@ def training_configuration(arguments: list[str]) -> Any:
         parser = options.get_training_parser()
         cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser))
         settle_ranks(cfg)
+    known = {option: action for action in parser._actions for option in action.option_strings}
+    for option in without:
+        if option in known and known[option].nargs != 0:
+            raise UserError(f"{option} takes a value, not false: in YAML, off and no are false, too")
     return cfg
 
 

@@ -71,7 +71,10 @@ def write_folder(
         for name, tensor in files.items():
             write_whole(made / name, bytes(as_bytes(tensor.load())))
         config = config_of(checkpoint)
-        fast = fast_tokenizer(made, checkpoint.config.is_bidirectional, config.bos_token_id, config.max_tokens)
+        try:
+            fast = fast_tokenizer(made, checkpoint.config.is_bidirectional, config.bos_token_id, config.max_tokens)
+        except UserError as error:  # not with the name of a folder that will be gone
+            raise UserError(str(error).replace(f"{made}/", "").replace(f" in {made}", "")) from error
         fast.save_pretrained(made)
         model, left_out = _model_of(checkpoint, config)
         if isinstance(model, SmlpForCausalLM):

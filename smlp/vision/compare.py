@@ -53,7 +53,7 @@ from smlp.launch.local import this_program
 from smlp.launch.machine import num_cores
 from smlp.vision.checkpoints import at_resolution, create_model, read_checkpoint
 from smlp.vision.data import class_names, open_split, split_folder
-from smlp.vision.setup import LAST, SUMMARY
+from smlp.vision.setup import LAST, SUMMARY, checkpoints_in
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -197,6 +197,8 @@ class _RunChain(Chain):
         if last.is_file():
             words = [*without_options(words, "--initial-checkpoint"), "--resume", str(last)]
             words = [word for word in words if word != "--change-resolution"]
+        elif not checkpoints_in(self.folder):  # it ended while the first one was written, after its row of the summary
+            (self.folder / SUMMARY).unlink(missing_ok=True)
         threads = {"OMP_NUM_THREADS": str(self.threads)}
         return Step(self.folder.name, words, self.folder.parent / f"{self.folder.name}.log", threads)
 

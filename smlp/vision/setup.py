@@ -51,12 +51,17 @@ def run_folder(args: Namespace) -> Path:
     else:
         name = args.experiment or f"{safe_model_name(args.model)}-{args.img_size or 'default'}-{args.seed}"
         folder = Path(args.output or "output/train") / name
-    files = (*(folder / one for one in (LAST, _BEST, SUMMARY)), *sorted(folder.glob("checkpoint-*.pth.tar")))
-    held = next((file for file in files if file.exists()), None)
+    held = next((file for file in (*checkpoints_in(folder), folder / SUMMARY) if file.exists()), None)
     if args.rank == 0 and held is not None and not (args.resume and _continues(args.resume, held)):
         advice = f"continue it with --resume {held}, or name" if held.name == LAST else f"there is {held.name}; name"
         raise UserError(f"{folder} already holds a run: {advice} another --experiment")
     return folder
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run that are whole, the last one first."""
+    named = [folder / name for name in (LAST, _BEST) if (folder / name).exists()]
+    return [*named, *sorted(folder.glob("checkpoint-*.pth.tar"))]
 
 
 def _continues(resumed: str, held: Path) -> bool:

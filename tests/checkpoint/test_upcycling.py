@@ -251,6 +251,11 @@ def test_from_an_export_and_to_parts(tmp_path: Path) -> None:
             ["--arch", "base_lm", "--router-scale", "nan"],
             ["--router-scale must be at least 0"],
         ),
+        (
+            "dense_lm_tiny",
+            ["--arch", "switch_lm", "--num-sparse-layers", "1", "--router-scale", "1e-60"],
+            ["--router-scale 1e-60 is 0 in float32"],
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(tmp_path: Path, dense, arguments, words, capsys) -> None:

@@ -239,6 +239,11 @@ MISTAKES = {
         "optimizer: adam, adam_betas: (0.9",
         r"--adam-betas must be two numbers .*, got '\(0.9'",
     ),
+    "off": (
+        "optimizer: adam",
+        "optimizer: adam, bf16: off, dropout: off",
+        "model .*: --dropout takes a value, not false",
+    ),
 }
 
 

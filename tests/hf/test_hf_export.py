@@ -9,6 +9,7 @@ import pytest
 import torch
 from running import USER_DIR, run_python
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import SMALL, WORDS, write_checkpoint
 
 import smlp
@@ -312,6 +313,12 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     (folder / "dict.txt").write_text(symbols)
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [[[1], 0.0]]}}))  # a piece that is no text
     assert command("checkpoint", "import", folder, "-o", tmp_path / "odd.pt") == 0
+    whole = load_file(folder / "model.safetensors")
+    save_file(whole | {"value.weight": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
+    assert command("checkpoint", "import", folder, "-o", tmp_path / "more.pt") == 0
+    assert "left out, as no part of the model: value.weight" in capsys.readouterr().err
+    save_file(whole | {"core.norm.bias": torch.zeros(2).to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+    assert "'core.norm.bias' is of type F8_E4M3" in refused(capsys, "checkpoint", "import", folder, "-o", out)
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     assert "neither model.safetensors nor" in refused(capsys, "checkpoint", "import", folder, "-o", out)
     index = folder / "model.safetensors.index.json"

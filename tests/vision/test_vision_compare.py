@@ -139,6 +139,12 @@ def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, 
     (other / "runs" / "second-s1" / "done.json").unlink()
     assert run(started, other) == 0 and "--initial-checkpoint" not in in_process[-1]
     write(tmp_path, digits, seeds="[1]")
+    second = out / "runs" / "second-s1"
+    for file in (second / "done.json", *second.glob("*.pth.tar")):
+        file.unlink()
+    (second / "tmp.pth.tar").write_bytes(b"the first checkpoint, half written")
+    assert run(path, out) == 0 and "--resume" not in in_process[-1]
+    assert len((second / "summary.csv").read_text().splitlines()) == 3  # and the header
     (out / "runs" / "second-s1" / "done.json").unlink()
     (out / "runs" / "second-s1" / "last.pth.tar").write_bytes(b"damaged")
     assert run(path, out) == 1
