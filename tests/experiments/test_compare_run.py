@@ -241,8 +241,8 @@ MISTAKES = {
     ),
     "off": (
         "optimizer: adam",
-        "optimizer: adam, bf16: off, dropout: off",
-        "model .*: --dropout takes a value, not false",
+        "optimizer: adam, bf16: off, attention_dropout: off",
+        "model .*: --attention-dropout takes a value, not false",
     ),
 }
 
