@@ -119,8 +119,9 @@ class _App:
         return await answer.whole(request)
 
     def _refusal(self, request: HttpRequest) -> Response | None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._api_key is None or secrets.compare_digest(given.encode(), self._api_key.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        is_right = scheme.lower() == "bearer" and secrets.compare_digest(given.encode(), (self._api_key or "").encode())
+        if self._api_key is None or is_right:
             return None
         return _error(401, "the API key is missing or wrong", code="invalid_api_key")
 

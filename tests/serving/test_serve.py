@@ -242,10 +242,11 @@ def test_a_client_that_leaves_within_its_request(model):
 def test_a_key_is_asked_for(model):
     with application(model, api_key="secret") as app, TestClient(app) as client:
         assert client.get("/health").status_code == 200
-        for headers in ({}, {"Authorization": "Bearer other"}):
+        for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "secret"}):
             for answer in (client.get("/v1/models", headers=headers), client.post("/v1/completions", headers=headers)):
                 assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
-        assert client.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+        for scheme in ("Bearer", "bearer"):
+            assert client.get("/v1/models", headers={"Authorization": f"{scheme} secret"}).status_code == 200
 
 
 def test_a_full_queue_says_so(model, monkeypatch):
