@@ -112,6 +112,7 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state",), *_MAPPING),
     (("extra_state", "train_iterator"), *_MAPPING),
     (("extra_state", "metrics"), *_MAPPING),
+    (("extra_state", "dictionary"), *_MAPPING),
     (("optimizer_history", -1), lambda value: isinstance(value, Mapping), "not a dictionary"),
     (("optimizer_history", -1, "lr_scheduler_state"), *_MAPPING),
     (("last_optimizer_state",), *_MAPPING),

@@ -86,9 +86,16 @@ def tokenizer_of(
                 return _read(Path(folder) / DICTIONARY, tokenizer or find_tokenizer([Path(folder)]), checkpoint)
             except UserError as error:
                 raise UserError(f"in {checkpoint.path}: {str(error).replace(f'{folder}/', '')}") from error
-    found = _read(*_find_files(checkpoint, dictionary, tokenizer), checkpoint)
-    if dictionary is not None:
-        _check_dictionary(Path(dictionary), found.vocabulary, checkpoint)
+    path, tokenizer = _find_files(checkpoint, dictionary, tokenizer)
+    found = _read(path, tokenizer, checkpoint)
+    is_its_own = found.vocabulary.is_that_of(checkpoint.state)
+    if is_its_own is None and dictionary is not None:
+        _check_dictionary(path, found.vocabulary, checkpoint)
+    if is_its_own is False:
+        raise UserError(
+            f"dictionary {path} has other symbols than the one that {checkpoint.path} was trained with: put that one "
+            "beside the checkpoint, or name it with --dict"
+        )
     return found
 
 

@@ -27,7 +27,7 @@ from smlp.fairseq_compat.saving import remove_leftovers
 from smlp.fairseq_compat.stopping import leave_if_done
 from smlp.files import is_missing
 from smlp.text.tokenizer import Vocabulary
-from smlp.text.tokenizer_files import DICTIONARY, SENTENCES, SPECIAL_SYMBOLS
+from smlp.text.tokenizer_files import DICTIONARY, SENTENCES, SPECIAL_SYMBOLS, record_in
 
 logger = logging.getLogger(__name__)
 
@@ -296,18 +296,10 @@ def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
     Raises:
         UserError: the message names both dictionaries and the first line that differs.
     """
-    theirs, places = _dictionary_of(path), (Path(data), Path(data) / SENTENCES)
+    places = (Path(data), Path(data) / SENTENCES)
     ours = next((place / DICTIONARY for place in places if (place / DICTIONARY).is_file()), None)
-    if theirs is None or ours is None:
+    if ours is None or (difference := _difference(path, ours)) is None:
         return
-    then, now = (Vocabulary.load(dictionary).symbols for dictionary in (theirs, ours))
-    if len(then) != len(now) or then == now:  # parameters already refuse a dictionary of another size
-        return
-    place = next(place for place, pair in enumerate(zip(then, now, strict=True)) if pair[0] != pair[1])
-    difference = (
-        f"{path} was trained with the dictionary {theirs}, and the data have {ours}, which differs from it from line "
-        f"{place - len(SPECIAL_SYMBOLS) + 1} on ({then[place]!r} there, {now[place]!r} here)"
-    )
     if getattr(model, "other_dictionary", None) is False:
         raise UserError(
             f"{difference}: binarise the data with the first one (fairseq-preprocess --srcdict), or give "
@@ -316,12 +308,32 @@ def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
     logger.warning(difference)
 
 
-def _dictionary_of(path: str) -> Path | None:
-    """Return the dictionary of a checkpoint, if it can be found."""
+def _difference(path: str, ours: Path) -> str | None:
+    """Return how the dictionary of a checkpoint differs from another of its size; None if no difference is known."""
     state: Mapping[str, Any] = {}
     with contextlib.suppress(UserError):  # the problem is reported when it is read
         state = read_structure(path)
-    return dictionary_of(Path(path), state)
+    record, theirs, now = record_in(state), dictionary_of(Path(path), state), Vocabulary.load(ours)
+    # parameters already refuse a dictionary of another size
+    if record is not None and record["symbols"] not in (len(now), len(now.with_mask())):
+        return None
+    if _is_of(now, state):
+        return None
+    then = None if theirs is None else Vocabulary.load(theirs)
+    is_known = then is not None and (record is None or _is_of(then, state))
+    if is_known and then.symbols != now.symbols and len(then) == len(now):
+        pairs = list(zip(then.symbols, now.symbols, strict=True))
+        place = next(place for place, (old, new) in enumerate(pairs) if old != new)
+        return (
+            f"{path} was trained with the dictionary {theirs}, and the data have {ours}, which differs from it from "
+            f"line {place - len(SPECIAL_SYMBOLS) + 1} on ({pairs[place][0]!r} there, {pairs[place][1]!r} here)"
+        )
+    return record and f"{path} was trained with another dictionary than that of the data, {ours}"
+
+
+def _is_of(dictionary: Vocabulary, state: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint says that its model, of whatever kind, was trained with a dictionary."""
+    return True in (dictionary.is_that_of(state), dictionary.with_mask().is_that_of(state))
 
 
 def other_optimizer(path: str, said: str) -> str:

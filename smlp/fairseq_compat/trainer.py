@@ -46,6 +46,7 @@ from smlp.fairseq_compat.speed import FLOPS, DataClock, log_speed, measured_rate
 from smlp.fairseq_compat.startup import keep_freed_memory
 from smlp.fairseq_compat.stopping import leave_if_asked, stop_signals
 from smlp.parallel.spans import REDUCTION, span
+from smlp.text.tokenizer_files import RECORD, record_of
 
 logger = logging.getLogger(__name__)
 
@@ -299,6 +300,8 @@ class SparseTrainer(Trainer):
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> str | None:
         """Save a checkpoint; spread experts only while all ranks save (:mod:`smlp.fairseq_compat.expert_saving`)."""
+        if (dictionary := getattr(self.task, "source_dictionary", None)) is not None:
+            extra_state[RECORD] = record_of(dictionary.symbols)
         if self.experts is None:
             return super().save_checkpoint(filename, extra_state)
         if self.expert_saving is None:  # after an error that other ranks may not know of

@@ -5,10 +5,12 @@ A line of a fairseq dictionary is a ``symbol count`` pair; the four special symb
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from smlp.errors import UserError
 from smlp.files import read_text
@@ -25,6 +27,8 @@ TOKENIZERS = {SENTENCEPIECE_MODEL: (SENTENCEPIECE_MODEL,), ENCODER_JSON: (ENCODE
 TOKENIZER_FILES = tuple(name for names in TOKENIZERS.values() for name in names)
 
 
+#: in the ``extra_state`` of a checkpoint: :func:`record_of` its dictionary
+RECORD = "dictionary"
 _OVERWRITE = " #fairseq:overwrite"  # fairseq's flag for a symbol that may stand twice
 
 
@@ -43,6 +47,11 @@ class Vocabulary:
     def with_mask(self) -> Vocabulary:
         """Return the vocabulary of a masked language model: with ``<mask>`` as the last symbol, if it lacks it."""
         return self if MASK in self.index else Vocabulary([*self.symbols[len(SPECIAL_SYMBOLS) :], MASK])
+
+    def is_that_of(self, state: Mapping[str, Any]) -> bool | None:
+        """Return whether a checkpoint was trained with these symbols; None if it does not say."""
+        record = record_in(state)
+        return None if record is None else record == record_of(self.symbols)
 
     @classmethod
     def load(cls, path: str | Path) -> Vocabulary:
@@ -73,6 +82,18 @@ class Vocabulary:
             seen.add(fields[0])
             symbols.append(fields[0])
         return cls(symbols)
+
+
+def record_of(symbols: Sequence[str]) -> dict[str, Any]:
+    """Return what a checkpoint records of its dictionary: the number of symbols, and a checksum of them in order."""
+    return {"symbols": len(symbols), "sha256": hashlib.sha256("\n".join(symbols).encode()).hexdigest()}
+
+
+def record_in(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return :func:`record_of` the dictionary of a checkpoint; None if it was saved before there were such records."""
+    extra = state.get("extra_state")
+    record = extra.get(RECORD) if isinstance(extra, Mapping) else None
+    return record if isinstance(record, Mapping) and "symbols" in record else None
 
 
 def check_mark(path: str | Path, first: str) -> None:

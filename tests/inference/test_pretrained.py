@@ -13,10 +13,12 @@ import smlp
 from smlp.checkpoint.load import load_pretrained
 from smlp.cli.main import main
 from smlp.cli.options import load_any_model, load_model
+from smlp.fairseq_compat.loading import check_dictionary_of
 from smlp.inference.generation import Sampling
 from smlp.moe.experts import expert_parameters
 from smlp.parallel import ExpertLayout, LocalGroup, Ranks, cut_state
 from smlp.text.tokenizer import Tokenizer, Vocabulary
+from smlp.text.tokenizer_files import RECORD, record_of
 
 
 @pytest.fixture
@@ -137,6 +139,26 @@ def test_a_dictionary_in_another_order_is_refused(checkpoint, tmp_path):
         smlp.UserError, match=r"turned\.txt has other symbols than .*dict\.txt, which the model was trained"
     ):
         load_pretrained(path, dictionary=tmp_path / "turned.txt")
+
+
+def test_the_dictionary_of_another_project_is_refused(checkpoint, tmp_path):
+    """A checkpoint that was copied alone finds another dictionary of its size under the path of its data."""
+    path, _ = checkpoint
+    state = torch.load(path, weights_only=False)
+    own = Vocabulary.load(tmp_path / "dict.txt")
+    state["extra_state"] = {**(state.get("extra_state") or {}), RECORD: record_of(own.symbols)}
+    state["cfg"]["task"]["data"] = str(tmp_path / "data-bin")
+    torch.save(state, path)
+    assert load_pretrained(path).vocabulary.symbols == own.symbols
+    (tmp_path / "data-bin").mkdir()
+    lines = (tmp_path / "dict.txt").read_text().splitlines(keepends=True)
+    (tmp_path / "data-bin" / "dict.txt").write_text("".join(reversed(lines)))
+    (tmp_path / "dict.txt").rename(tmp_path / "own.txt")
+    with pytest.raises(smlp.UserError, match=r"data-bin/dict\.txt has other symbols than the one that .* was trained"):
+        load_pretrained(path)
+    with pytest.raises(smlp.UserError, match="was trained with another dictionary than that of the data"):
+        check_dictionary_of(str(path), tmp_path / "data-bin", Namespace(other_dictionary=False))
+    assert load_pretrained(path, dictionary=tmp_path / "own.txt").vocabulary.symbols == own.symbols
 
 
 @pytest.mark.parametrize(
