@@ -23,7 +23,7 @@ from data_prep.fetch.wanted import Wanted
 from data_prep.flow.documents import FORMATS, Defect, Loss, Record, check_format, read
 from data_prep.flow.manifest import Counts, PartResult, output_paths, write_manifest
 from data_prep.flow.options import COMPRESSIONS
-from data_prep.flow.parts import PART_BYTES, FilePart, find_files, plan_parts, unique_name
+from data_prep.flow.parts import PART_BYTES, FilePart, find_files, left_out, plan_parts, unique_name
 from data_prep.flow.running import STATE, Finished, begin, is_done, run_parts
 from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
 from data_prep.flow.streams import read_json, sha256_of, suffix_of, write_bytes, write_stream
@@ -55,6 +55,8 @@ def fetch(wanted: Wanted) -> Outcome:
     local = [] if source.from_web or source.hub else find_files(source.paths, FORMATS)[: wanted.limit_files]
     for _, path in local:
         check_format(path)
+    for line in left_out(source.paths, FORMATS):
+        print(line, file=sys.stderr)
     begin(run, "fetch", wanted.settings, wanted.restart)
     if wanted.restart:
         for name in (KEPT, _SHARDS):

@@ -230,8 +230,8 @@ def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Rec
             continue
         if not collected and not too_long:
             first = offset
-        size += reading.max_bytes + 1 if line is None else len(line)
-        if size > reading.max_bytes:
+        size += reading.max_bytes + 2 if line is None else len(line)
+        if size - (line is None or line.endswith(b"\n")) > reading.max_bytes:  # the last line's end does not count
             collected, too_long = [], True
         elif not too_long:
             collected.append(line)

@@ -62,6 +62,10 @@ class Counts:
         self.dropped.update(counts.dropped)
         self.other.update(counts.other)
 
+    def reasons(self) -> str:
+        """Return how many documents are dropped and why, to end a message with."""
+        return "".join(f"; dropped: {number:,} {reason}" for reason, number in self.dropped.most_common())
+
     def check(self) -> None:
         """Raise AssertionError if a document is neither kept nor dropped."""
         dropped = sum(self.dropped.values())

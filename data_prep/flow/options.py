@@ -133,7 +133,7 @@ def add_bytes_option(group: Any) -> None:
         group,
         "--max-document-bytes",
         whole(1, MOST_BYTES),
-        "drop and count longer documents",
+        "drop and count longer documents (of .jsonl, longer lines)",
         ReadSettings.max_bytes,
     )
 

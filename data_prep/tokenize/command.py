@@ -158,8 +158,8 @@ def _write(
     """Train, write the files and measure; return what was written, and facts for the manifest."""
     (out / MANIFEST).unlink(missing_ok=True)
     if next(lines(), None) is None:
-        dropped = "".join(f"; dropped: {number:,} {reason}" for reason, number in counts.dropped.most_common())
-        raise UserError(f"{', '.join(map(str, args.inputs))}: no line of text to build a vocabulary from{dropped}")
+        names = ", ".join(map(str, args.inputs))
+        raise UserError(f"{names}: no line of text to build a vocabulary from{counts.reasons()}")
     files = make(lines())
     if ENCODER_JSON in files:  # dict.txt has the ids as symbols
         symbols = [str(number) for number in range(len(json.loads(files[ENCODER_JSON])))]

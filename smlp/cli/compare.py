@@ -28,7 +28,9 @@ _RUN_EPILOG = """example:
 exit status: 0 all runs are done, or their jobs submitted, 1 one failed, 75 stopped by a signal (the same
 command resumes)"""
 _STATUS_EPILOG = """example:
-  smlp compare status examples/compare/quick.yaml --json status.json"""
+  smlp compare status examples/compare/quick.yaml --json status.json
+
+exit status: 0 all runs are done, 1 some are not."""
 _REPORT_EPILOG = """examples:
   smlp compare report examples/compare/quick.yaml
   smlp compare report runs/compare/quick --to docs/results/quick --baseline gMLP

@@ -211,6 +211,16 @@ def test_parts_have_names_of_their_own(tmp_path):
         find_files([tmp_path / "nowhere"], [".txt"])
 
 
+@pytest.mark.parametrize("kind", ["blank", "line", "file"])
+def test_a_document_may_be_exactly_as_long_as_the_limit(kind, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a" * 10 + b"\n")
+    settings = ReadSettings(documents_of_text=kind, max_bytes=10)
+    assert list(documents_in(path, settings)) == [Record("a" * 10, "a.txt:0", "a")]
+    path.write_bytes(b"a" * 11 + b"\n")
+    assert Loss("longer than 10 bytes", f"{path}:0") in list(documents_in(path, settings))
+
+
 def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

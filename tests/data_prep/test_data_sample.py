@@ -197,7 +197,7 @@ def test_the_same_whatever_the_workers(corpus, tmp_path):
     assert one == two and {path.parts[0] for path in one} == {"train", "valid", "test", "manifest.json"}
 
 
-def test_documents_that_cannot_be_read_are_counted(tmp_path):
+def test_documents_that_cannot_be_read_are_counted(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     rows = [json.dumps({"text": f"word number {index}"}) for index in range(9)]
     (tmp_path / "in" / "a.jsonl").write_text("\n".join([*rows, "no json"]))
@@ -206,6 +206,9 @@ def test_documents_that_cannot_be_read_are_counted(tmp_path):
     assert manifest["counts"]["dropped"] == {"not JSON": 1, "beyond the budget": 2}
     assert sorted(defect["problem"] for defect in manifest["defects"]) == ["1 document not JSON", "empty file"]
     assert manifest["counts"]["documents_in"] == 10
+    (tmp_path / "in" / "a.jsonl").write_text('{"txt": "a"}\nno json\n')
+    assert sample(tmp_path / "in", tmp_path / "none") is None
+    assert "in: no documents; dropped: 1 no text in field 'text'; dropped: 1 not JSON" in capsys.readouterr().err
 
 
 def test_the_remedy_of_a_mistake_can_be_followed(corpus, tmp_path, capsys):

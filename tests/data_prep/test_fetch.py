@@ -262,10 +262,12 @@ def test_a_folder_of_mixed_files(tmp_path, capsys):
     (folder / "a.txt").write_text("one\n\ntwo\n")
     (folder / "b.jsonl").write_text('{"text": "three", "source": "elsewhere"}\nnot json\n')
     (folder / "c.txt").touch()
+    (folder / "e.zip").write_bytes(b"no format of ours")
     (folder / "d.txt.gz").write_bytes(gzip.compress(b"four\n\n" + bytes(range(256)) * 40)[:-200])
     assert run(folder, "--out", out, *QUICK) == 0
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
     assert "empty file: " in printed and "d.txt.gz" in printed and "dropped: not JSON" in printed
+    assert f"not read in {folder}: e.zip" in told
     assert texts(out) == ["four", "one", "three", "two"]
     assert {piece.source for piece in documents(out)} == {"my-texts", "elsewhere"}
     row = counts(out / "my-texts")
