@@ -34,11 +34,12 @@ TABLE = "budgets.csv"
 COLUMNS = ("model", "tokens", "seeds", "perplexity", "difference_percent", "low", "high", "lr", "folder")
 
 
-def in_order(folders: Sequence[Path]) -> list[Results]:
+def in_order(folders: Sequence[Path], subset: str | None) -> list[Results]:
     """Read the folders and order them by budget.
 
     Raises:
-        UserError: one cannot be read, two have the same budget, or they count different positions.
+        UserError: one cannot be read, two have the same budget, they count different positions, or differ in the text
+            that is scored, the vocabulary, or the size of a model.
     """
     experiments = sorted((read_results(folder) for folder in folders), key=tokens_of)
     for one, other in itertools.pairwise(experiments):
@@ -50,7 +51,24 @@ def in_order(folders: Sequence[Path]) -> list[Results]:
             )
         if tokens_of(one) == tokens_of(other):
             raise UserError(f"{one.folder} and {other.folder} have the same budget, {tokens_of(one):,} tokens")
+        facts = _facts(one, subset), _facts(other, subset)
+        for what, value in facts[0].items():
+            if None not in (value, now := facts[1].get(what)) and value != now:
+                raise UserError(f"{one.folder} and {other.folder} cannot be compared: {what} is {value} and {now}")
     return experiments
+
+
+def _facts(experiment: Results, subset: str | None) -> dict[str, object]:
+    """Return what must be the same in all experiments, if they have it."""
+    scored = subset or experiment.subsets[0]
+    text = (experiment.data.get("splits", {}).get(scored) or {}).get("sha256")
+    sizes = {f"the number of parameters of {model.name}": int(model.num_parameters) for model in experiment.models}
+    return {
+        "the set that is scored": scored,
+        "the size of the vocabulary": experiment.data.get("vocab_size"),
+        f"the SHA-256 of {scored}": text,
+        **sizes,
+    }
 
 
 def tokens_of(experiment: Results) -> int:
@@ -209,7 +227,7 @@ def main() -> None:
     check_folder(args.to, "--to", "tables and figure")
     if not (args.to / TABLE).is_file() or not (args.to / TABLE).read_bytes().startswith(",".join(COLUMNS).encode()):
         check_no_other(args.to, (TABLE, *(f"budgets.{ending}" for ending in FORMATS)), "--to")
-    experiments = in_order(args.folders)
+    experiments = in_order(args.folders, args.subset)
     names, subset = names_of(experiments, args.baseline), args.subset
     for experiment in experiments:
         if subset not in (None, *experiment.subsets):

@@ -71,6 +71,16 @@ def test_a_log_that_says_nothing_is_named(out):
     assert found == {"gMLP-s2": "neither update_times.jsonl nor train.log says how long it trained"}
 
 
+def test_records_of_routers_and_of_tuning_that_are_lost_are_named(out):
+    assert not any("router_health" in note for note in tables(out)["work"].notes)
+    (run_folder(out, "Switch", 2) / "router_health.jsonl").write_text("")
+    (run_folder(out, "Switch", 3) / "router_health.jsonl").unlink()
+    found = "Switch-s2, Switch-s3: router_health.jsonl has no records, so the means are over the other seeds."
+    assert tables(out)["work"].notes[-1] == found
+    rewrite(out / "experiment.json", tuned_option="lr")
+    assert read_results(out).notes == ("tuned.json is missing: the tables do not show the lr that was chosen",)
+
+
 def test_a_log_that_was_cut_is_named(out):
     log = run_folder(out, "gMLP", 2) / "train.log"
     text = log.read_text()

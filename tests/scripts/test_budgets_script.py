@@ -94,6 +94,17 @@ def test_what_cannot_be_compared_is_refused(run, tmp_path):
         run(one, baseline="BASE")
     with pytest.raises(smlp.UserError, match=r"cannot read .*nothing"):
         run(tmp_path / "nothing")
+    large = write_experiment(tmp_path / "large", updates=2 * UPDATES)
+    data = json.loads((large / "data.json").read_text())
+    (large / "data.json").write_text(json.dumps({**data, "vocab_size": 600}))
+    with pytest.raises(smlp.UserError, match="cannot be compared: the size of the vocabulary is 512 and 600"):
+        run(large, one)
+    (large / "data.json").write_text(json.dumps(data))
+    settings = json.loads((large / "experiment.json").read_text())
+    settings["models"][1]["parameters"]["total"] += 1
+    (large / "experiment.json").write_text(json.dumps(settings))
+    with pytest.raises(smlp.UserError, match=r"cannot be compared: the number of parameters of sMLP is"):
+        run(large, one)
 
 
 def test_scores_of_another_subset(run, tmp_path):

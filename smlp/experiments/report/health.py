@@ -31,11 +31,12 @@ def work_table(results: Results) -> Table:
         Column("drop_percent_last", "dropped, last (%)", f"{_FILE}: pooled.drop_share of the last line"),
         Column("drop_percent_capacity", "expert was full, mean (%)", f"{_FILE}: mean of pooled.drop_share_capacity"),
     ]
-    rows = []
+    rows, lost = [], []
     for model in results.models:
         runs = [run for run in results.done(model) if run.health]
         if not runs:
             continue
+        lost += [run.name for run in results.done(model) if not run.health]
 
         def mean(pattern: str, what: str, read: Callable, scale: float = 1.0, runs: list[RunResult] = runs) -> Cell:
             found = estimate({run.seed: _mean(read, run.health, scale) for run in runs})
@@ -61,6 +62,8 @@ def work_table(results: Results) -> Table:
         "GShard; for GShard also second experts that its policy gives up). Evaluation drops nothing.",
         "If all of a model's routing is balanced or fixed, nothing can be dropped, and the columns are empty.",
     ]
+    if lost:
+        notes.append(f"{', '.join(lost)}: {_FILE} has no records, so the means are over the other seeds.")
     return Table("work", "Realised and nominal multiply-adds", columns, rows, notes)
 
 

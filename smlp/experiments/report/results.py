@@ -215,6 +215,8 @@ def read_results(folder: Path) -> Results:
     }
     read = {name: read_json_or_note(folder / f"{name}.json", notes, shape) for name, shape in shapes.items()}
     notes += [f"{name}.json is missing" for name in ("environment", "data") if not (folder / f"{name}.json").exists()]
+    if settings.get("tuned_option") and any(run.is_done for run in runs) and not (folder / "tuned.json").exists():
+        notes.append(f"tuned.json is missing: the tables do not show the {settings['tuned_option']} that was chosen")
     return Results(
         folder,
         settings,
