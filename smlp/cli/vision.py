@@ -59,8 +59,8 @@ results.md, results.json, curves.png and a folder for each run
 
 The same command resumes interrupted runs; finished runs are kept, and models and seeds can be added."""
 _COMPARE_EPILOG = """examples:
-  smlp vision compare examples/vision/digits.yaml --out runs/vision/digits --jobs 2
-  smlp vision compare examples/vision/cifar10.yaml --out runs/vision/cifar10 --jobs 2 --dry-run
+  PYTHONPATH=examples/vision smlp vision compare examples/vision/digits.yaml --out runs/vision/digits --jobs 2
+  PYTHONPATH=examples/vision smlp vision compare examples/vision/cifar10.yaml --out runs/vision/cifar10 --dry-run
 
 exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same command resumes)
 """

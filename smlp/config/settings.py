@@ -13,7 +13,7 @@ from smlp.errors import UserError
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def setting(default: Any, help_text: str, choices: Iterable[str] | None = None) -> Any:
+def setting(default: Any, help_text: str, choices: Iterable[Any] | None = None) -> Any:
     """Return a field with its documentation, which command lines show as well, and the values it may take.
 
     Args:
@@ -27,7 +27,7 @@ def setting(default: Any, help_text: str, choices: Iterable[str] | None = None) 
 def help_of(field: dataclasses.Field[Any]) -> str:
     """Return the documentation of a field, with the values it may take."""
     allowed, text = field.metadata.get("allowed"), field.metadata["help"]
-    return text if allowed is None else f"{text}: {', '.join(allowed)}"
+    return text if allowed is None else f"{text}: {', '.join(map(str, allowed))}"
 
 
 def check_choices(config: Any, prefix: str = "") -> None:
@@ -54,7 +54,7 @@ def check_value(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     _check_type(name, field.type, value)
     if allowed is not None and value not in allowed:
         hint = getattr(allowed, "hint", "")
-        raise UserError(f"{name} must be one of {', '.join(allowed)}, got {value!r:.80}{hint}")
+        raise UserError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r:.80}{hint}")
 
 
 def _check_type(name: str, kind: Any, value: Any) -> None:

@@ -269,7 +269,7 @@ def test_choices_of_own_settings_are_checked_and_shown(tmp_path, monkeypatch):
     path = tmp_path / "free.py"
     path.write_text(
         START + "@dataclass(frozen=True)\nclass S:\n  kind: str = setting('a', 'which', ('a', 'b'))\n"
-        "  loud: bool = setting(False, 'whether')\nFree.settings = S\nregister_router('free')(Free)"
+        "  loud: bool = setting(False, 'whether')\n  size: int = setting(3, 'how large', (3, 5))\nFree.settings = S\nregister_router('free')(Free)"
     )
     monkeypatch.setenv(plugins.VARIABLE, str(path))
     assert help_of(all_settings()["free_kind"]) == "which: a, b" and all_settings()["free_loud"].type == "bool"
@@ -278,6 +278,10 @@ def test_choices_of_own_settings_are_checked_and_shown(tmp_path, monkeypatch):
         smlp.preset("smlp_tiny").own("base")
     with pytest.raises(smlp.UserError, match="free_kind must be one of a, b, got 'c'"):
         smlp.preset("smlp_tiny", router="free", free_kind="c")
+    assert help_of(all_settings()["free_size"]) == "how large: 3, 5"
+    assert smlp.preset("smlp_tiny", router="free", free_size=5).own("free").size == 5
+    with pytest.raises(smlp.UserError, match="free_size must be one of 3, 5, got 4"):
+        smlp.preset("smlp_tiny", router="free", free_size=4)
 
 
 def test_two_files_with_one_name_and_one_file_twice(tmp_path, monkeypatch):
