@@ -269,7 +269,8 @@ def test_choices_of_own_settings_are_checked_and_shown(tmp_path, monkeypatch):
     path = tmp_path / "free.py"
     path.write_text(
         START + "@dataclass(frozen=True)\nclass S:\n  kind: str = setting('a', 'which', ('a', 'b'))\n"
-        "  loud: bool = setting(False, 'whether')\n  size: int = setting(3, 'how large', (3, 5))\nFree.settings = S\nregister_router('free')(Free)"
+        "  loud: bool = setting(False, 'whether')\n  size: int = setting(3, 'how large', (3, 5))\n"
+        "Free.settings = S\nregister_router('free')(Free)"
     )
     monkeypatch.setenv(plugins.VARIABLE, str(path))
     assert help_of(all_settings()["free_kind"]) == "which: a, b" and all_settings()["free_loud"].type == "bool"
