@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
     engine = Engine(model.decoder.eval(), model.tokenizer, banned, args.max_texts, args.max_queue)
     most_tokens = min(args.max_tokens or config.max_tokens, config.max_tokens)
     name = args.name or _name_of(Path(args.path))
-    reader = RequestReader(name, config, model.tokenizer, model.start_token, most_tokens, args.max_texts)
+    most_prompts = max(args.max_texts, args.max_queue)
+    reader = RequestReader(name, config, model.tokenizer, model.start_token, most_tokens, args.max_texts, most_prompts)
     app = make_app(engine, reader, api_key)
     host, port = listener.getsockname()[:2]
     if not _is_loopback(host) and api_key is None:

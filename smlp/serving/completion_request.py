@@ -79,7 +79,10 @@ class RequestReader:
     tokenizer: Tokenizer
     start_token: int
     most_tokens: int
+    #: of a prompt
     most_texts: int
+    #: of a request
+    most_prompts: int
 
     def read(self, body: Any) -> CompletionRequest:
         """Check the body of a request.
@@ -127,10 +130,8 @@ class RequestReader:
         limits = Limits(max(max_tokens, 1), end=end, when_full="stop")
         fill = self.start_token if keys.flag("fill_prefix") else None
         asked = self._prompts(given.get("prompt"))
-        if len(asked) * num_texts > self.most_texts:
-            raise RequestError(
-                "prompt", f"{len(asked)} prompts with {num_texts} texts each: at most {self.most_texts} at a time"
-            )
+        if len(asked) > self.most_prompts:
+            raise RequestError("prompt", f"{len(asked)} prompts: at most {self.most_prompts} in a request")
         prompts = [self._asked(prompt, limits if max_tokens else None, fill) for prompt in asked]
         return CompletionRequest(
             prompts, sampling, limits, self._stops(given.get("stop")), num_texts, num_top, echoes, streams, says_usage

@@ -55,7 +55,7 @@ def model(checkpoint):
 def application(model, api_key=None, most_waiting=8):
     drop_nothing(model.decoder)
     engine = Engine(model.decoder, model.tokenizer, banned_tokens(model.vocabulary), 8, most_waiting)
-    reader = RequestReader("tiny", model.decoder.config, model.tokenizer, model.start_token, 12, 8)
+    reader = RequestReader("tiny", model.decoder.config, model.tokenizer, model.start_token, 12, 8, 9)
     try:
         yield make_app(engine, reader, api_key)
     finally:
@@ -111,6 +111,16 @@ def test_several_prompts_and_texts(client):
     assert texts[0] != texts[1]
     without = {ask(client, prompt=PROMPT, max_tokens=8)[1]["choices"][0]["text"] for _ in range(6)}
     assert len(without) > 1, "without a seed, each request draws anew"
+
+
+def test_more_texts_than_there_is_room_for_wait(client):
+    prompts = [f"w{number}" for number in range(9)]
+    status, found = ask(client, prompt=prompts, n=3, max_tokens=3, seed=7)  # 27 texts, 8 at a time
+    assert status == 200
+    texts = [choice["text"] for choice in found["choices"]]
+    for number, prompt in enumerate(prompts):
+        _, alone = ask(client, prompt=prompt, n=3, max_tokens=3, seed=7)
+        assert [choice["text"] for choice in alone["choices"]] == texts[3 * number : 3 * number + 3]
 
 
 @pytest.mark.parametrize("stop", [None, [f"{digit} x" for digit in (1, 2, 3, 5)]])  # the second holds texts back
@@ -169,8 +179,7 @@ REFUSED = {
     "unknown id": ({"prompt": [99]}, "prompt", "from 0 to 39, got 99"),
     "too long": ({"prompt": "w1 " * 16}, "prompt", "17 tokens (start symbol included), and the model's context has 16"),
     "surrogate": ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
-    "many prompts": ({"prompt": ["w1"] * 5, "n": 2}, "prompt", "5 prompts with 2 texts each: at most 8"),
-    "many ids": ({"prompt": [[99]] * 9}, "prompt", "9 prompts with 1 texts each: at most 8"),
+    "many prompts": ({"prompt": [[99]] * 10}, "prompt", "10 prompts: at most 9 in a request"),
     "unknown key": ({"prompt": "w1", "tools": []}, "tools", "unknown key 'tools'"),
     "best_of": ({"prompt": "w1", "best_of": 3}, "best_of", "best_of is not available here"),
     "penalty": ({"prompt": "w1", "presence_penalty": 1.5}, "presence_penalty", "not available here"),
