@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from data_prep.flow.manifest import Counts, write_manifest
+from data_prep.flow.manifest import counts_of, write_manifest
 from data_prep.flow.options import (
     COMPRESSIONS,
     add_compression,
@@ -90,9 +90,7 @@ def run(args: argparse.Namespace) -> int:
     surveyed = run_parts(work, "survey", parts, partial(survey_part, **common))
     if surveyed.results is None:
         return done.waiting(surveyed, "the survey")
-    counts = Counts()
-    for result in surveyed.results:
-        counts.add(result.counts)
+    counts = counts_of(surveyed.results)
     if not counts.kept:
         raise UserError(f"{', '.join(map(str, args.inputs))}: no documents{counts.reasons()}")
     survey = Survey(args.out, surveyed.results)
