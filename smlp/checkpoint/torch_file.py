@@ -99,7 +99,7 @@ def existing_file(path: str | Path) -> Path:
 
 
 def of_transformers(folder: str | Path) -> str:
-    """Return the sentence about a folder that transformers saved, given in the place of a checkpoint."""
+    """Return the sentence about a folder that transformers saved, given in place of a checkpoint."""
     return (
         f"{folder} is a folder of transformers, as smlp export --hf writes: smlp checkpoint import {folder} -o "
         "CHECKPOINT.pt makes a checkpoint of it"

@@ -107,7 +107,7 @@ def _problem_of(name: str, loaded: Any, asked: Any) -> str | None:
 
 
 def compare_optimizers(filename: str, trainer: Any, asked: dict[str, Any]) -> None:
-    """Warn of constants of the optimizer that the checkpoint has put in the place of those of the command line.
+    """Warn of constants of the optimizer that the checkpoint has put in place of those of the command line.
 
     Args:
         filename: of the checkpoint.

@@ -19,7 +19,7 @@ from smlp.text.tokenizer_files import MASK
 
 @dataclass(frozen=True)
 class Filling:
-    """One token that a masked language model puts in the place of a mask."""
+    """One token that a masked language model puts in place of a mask."""
 
     token: int
     #: the token as text
