@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +76,8 @@ def _in_processes(
             while running or (waiting and not errors):
                 while waiting and not errors and len(running) < num_workers:
                     part = waiting.pop(0)
-                    running[pool.submit(do_part, part)] = part
+                    with _interrupts(signal.SIG_BLOCK):  # a worker that starts now inherits this
+                        running[pool.submit(_interruptibly, do_part, part)] = part
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     part = running.pop(future)
                     error = future.exception()
@@ -94,6 +97,22 @@ def _in_processes(
             raise
     if errors:
         raise errors[0]
+
+
+@contextmanager
+def _interrupts(how: int) -> Iterator[None]:
+    """Hold Ctrl-C back, or let it through: ``signal.SIG_BLOCK`` or ``SIG_UNBLOCK``."""
+    before = signal.pthread_sigmask(how, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _interruptibly(do_part: Callable[[FilePart], None], part: FilePart) -> None:
+    """Do a part in a worker. Only this can be interrupted: a worker that starts or waits would print a traceback."""
+    with _interrupts(signal.SIG_UNBLOCK):
+        do_part(part)
 
 
 def _begin_worker() -> None:

@@ -141,15 +141,19 @@ class TokenFile:
 
 
 SHOWN_TOKENS = 100  # of a document, at most
+_NEAR = 1 << 8  # lines among which the next document is sought first
 
 
 def samples_of(prefix: Path, tokenizer: Tokenizer, number: int) -> list[str]:
     """Return the beginnings of ``number`` documents (at most) at equal distances in a file that is whole."""
     file = TokenFile.open(prefix)
     total = len(file.lengths)
-    starts = dict.fromkeys(_document_start(file, total * place // number) for place in range(number))
-    texts = []
-    for line in (line for line in starts if line is not None):
+    number = min(number, total)
+    texts, line = [], -1
+    for wanted in (total * place // number for place in range(number)):
+        if wanted <= line or (found := _document_start(file, wanted)) is None:  # shown already, or none is left
+            continue
+        line = found
         first = int(file.pointers[line]) // file.tokens.dtype.itemsize
         lengths_L = file.lengths[line : line + SHOWN_TOKENS]
         ends = np.flatnonzero(lengths_L == 1)
@@ -161,8 +165,11 @@ def samples_of(prefix: Path, tokenizer: Tokenizer, number: int) -> list[str]:
 
 def _document_start(file: TokenFile, line: int) -> int | None:
     """Return the first line from ``line`` on that begins a document; look at one block of lines only."""
-    lengths_L = file.lengths[max(line - 1, 0) : line + BLOCK_LINES]
-    is_end_L = lengths_L == 1
-    begins_L = ~is_end_L & np.concatenate([[line == 0], is_end_L[:-1]])
-    found = np.flatnonzero(begins_L)
-    return max(line - 1, 0) + int(found[0]) if found.size else None
+    for num_lines in (_NEAR, BLOCK_LINES):
+        lengths_L = file.lengths[max(line - 1, 0) : line + num_lines]
+        is_end_L = lengths_L == 1
+        begins_L = ~is_end_L & np.concatenate([[line == 0], is_end_L[:-1]])
+        found = np.flatnonzero(begins_L)
+        if found.size:
+            return max(line - 1, 0) + int(found[0])
+    return None

@@ -466,6 +466,50 @@ def test_workers_end_with_a_command_that_is_killed(source, tmp_path):
     assert len(workers) == 2 and not any(map(is_alive, workers))
 
 
+class SlowToArrive:
+    """Work that takes a worker a second to unpickle."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __setstate__(self, state):
+        state["mark"].touch()
+        time.sleep(1)
+
+    def __call__(self, part, out):
+        time.sleep(60)
+
+
+def test_ctrl_c_while_workers_start_prints_no_traceback(source, tmp_path):
+    code = (
+        "import sys; from pathlib import Path; sys.path[:0] = ['tests/helpers', 'tests/data_prep'];"
+        "import test_data_flow as t;"
+        "from data_prep.flow.running import StepRun, run_parts;"
+        "from data_prep.flow.parts import plan_parts, find_files;"
+        "source, out = map(Path, sys.argv[1:]);"
+        "sys.excepthook = lambda *error: None;"  # of the command itself, which says nothing of Ctrl-C
+        "work = t.SlowToArrive(out / 'mark');"
+        "run_parts(StepRun(out, 2, quiet=True), 'slow', plan_parts(find_files([source], ['.txt'])), work)"
+    )
+    (out := tmp_path / "out").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(source), str(out)],
+        cwd=REPOSITORY,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (out / "mark").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        assert process.communicate(timeout=30)[1] == ""
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -103,6 +103,9 @@ def test_a_report_of_whole_data(made, tmp_path, capsys):
     assert said["splits"]["train"]["documents"] == sum(by_tokens.values()) == len(documents(60, 1))
     assert said["splits"]["valid"]["unknown"] >= 1 and said["splits"]["train"]["unknown"] == 0
     assert len(said["samples"]["train"]) == 4 and set(said["samples"]["train"]) <= set(documents(60, 1))
+    assert inspect(made, "--json", report, "--samples", 10**9) == 0  # no more work than there are lines
+    shown = json.loads(report.read_text())["samples"]["train"]
+    assert 10 < len(shown) == len(set(shown)) and set(shown) <= set(documents(60, 1))
     assert said["top"]["train"][0]["count"] >= said["top"]["train"][1]["count"] > 0
 
 
