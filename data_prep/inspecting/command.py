@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from data_prep.flow.options import add_number
-from data_prep.flow.streams import write_bytes
 from data_prep.flow.workers import bytes_bar
 from data_prep.inspecting.checks import Inspection, Statistics, bytes_to_read, inspect
 from data_prep.inspecting.token_file import samples_of
-from smlp.cli.json_file import check_output
+from smlp.cli.json_file import check_output, write_json
 from smlp.cli.numbers import whole
 from smlp.errors import UserError
 from smlp.plots.drawing import check_matplotlib
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     }
     _show(report)
     if args.json:
-        write_bytes(args.json, (json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
+        write_json(str(args.json), report)
     if args.plot:
         plot_lengths(splits, args.plot)
     for problem in found.problems:

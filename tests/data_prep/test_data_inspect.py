@@ -109,6 +109,14 @@ def test_a_report_of_whole_data(made, tmp_path, capsys):
     assert said["top"]["train"][0]["count"] >= said["top"]["train"][1]["count"] > 0
 
 
+def test_a_link_stays_one(made, tmp_path):
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.touch()
+    link.symlink_to(target)  # as /dev/stdout is; a device would be replaced in the same way
+    assert inspect(made, "--json", link) == 0
+    assert link.is_symlink() and json.loads(target.read_text())["problems"] == []
+
+
 def write_at(path, position, content):
     with path.open("r+b") as file:
         file.seek(position)

@@ -201,6 +201,8 @@ def _winogrande(path: Path) -> list[Item]:
             answer = beside[number]
         gold = label_of(answer, (1, 2), "answer", place) - 1
         options = text_of(record, "option1", place), text_of(record, "option2", place)
+        if not all(option.strip() for option in options):  # the rest of the sentence would be scored all the same
+            raise UserError(f"{place}: 'option{1 + bool(options[0].strip())}' is empty")
         found.append(WinograndeItem(str(record.get("qID", number)), sentence, options, gold))
     return found
 
@@ -288,6 +290,8 @@ def _record_item(
         raise UserError(f"{place}: 'query' must have one @placeholder, found {query.count('@placeholder')}")
     if not answers:
         raise UserError(f"{place}: 'answers' is missing: a split without answers cannot be scored")
+    if not all(entity.strip() for entity in entities):
+        raise UserError(f"{place}: an entity is empty")
     strange = [answer for answer in answers if answer not in entities]
     if strange:
         raise UserError(f"{place}: the answer {strange[0]!r} is not among the {len(entities)} entities")
