@@ -98,7 +98,13 @@ def target_config(dense: Checkpoint, arch: str, overrides: Mapping[str, Any]) ->
     numbers = _layer_numbers(dense, arch, goal, overrides)
     # also keep settings that a plug-in's blocks define
     kept = {name: value for name, value in flatten(own).items() if name in _FROM_DENSE or name not in SETTINGS}
-    return unflatten({**flatten(goal), **kept, **overrides, **numbers})
+    config = unflatten({**flatten(goal), **kept, **overrides, **numbers})
+    if config.has_feature_moe and config.feature_experts == "additive":
+        raise UserError(
+            "feature_experts=additive adds a block's features to its output whatever its weights are, so that a new "
+            "block would change the outputs: upcycling supports gated and linear"
+        )
+    return config
 
 
 def _layer_numbers(dense: Checkpoint, arch: str, goal: ModelConfig, overrides: Mapping[str, Any]) -> dict[str, int]:

@@ -75,7 +75,7 @@ def test_equal_logits_at_step_0(tmp_path: Path, arch: str, num_experts: int, mon
         ("base_lm_tiny", ["--base-gate", "one", "--base-offset-rate", 0.1, "--base-warmup", 0.1]),
         ("smlp_tiny", []),
         ("smlp_tiny", ["--base-offset-rate", 0.1, "--base-warmup", 0.1]),
-        ("smlp_hash_tiny", []),
+        ("smlp_hash_tiny", ["--feature-experts", "linear"]),
         ("gmlp_moe_tiny", []),
     ],
 )
@@ -240,6 +240,7 @@ def test_from_an_export_and_to_parts(tmp_path: Path) -> None:
         ("gmlp_lm_tiny", ["--arch", "hash_lm_tiny"], ["are gmlp blocks", "hash_lm_tiny are transformer blocks"]),
         ("gmlp_lm_tiny", ["--arch", "smlp_tiny", "--num-dense-layers", "1"], ["all 2 blocks", "cannot be 1"]),
         ("gmlp_lm_tiny", ["--arch", "smlp_tiny", "--num-experts", "5"], ["num_experts=5 must divide embed_dim=16"]),
+        ("gmlp_lm_tiny", ["--arch", "smlp_tiny", "--feature-experts", "additive"], ["supports gated and linear"]),
         ("dense_lm_tiny", ["--arch", "dense_lm"], ["--arch dense_lm has no sparse blocks"]),
         ("dense_lm_tiny", ["--arch", "base_ml"], ["unknown architecture", "did you mean 'base_lm'"]),
         ("base_lm_tiny", ["--arch", "hash_lm_tiny"], ["base_lm_tiny", "has 1 sparse blocks already"]),
