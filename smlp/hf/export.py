@@ -87,8 +87,13 @@ def write_folder(
         os.replace(made, folder)
     except BaseException as error:
         shutil.rmtree(made, ignore_errors=True)
-        if isinstance(error, safetensors.SafetensorError):
+        # tokenizers has no class for its errors
+        if isinstance(error, safetensors.SafetensorError) or (type(error) is Exception and "os error" in str(error)):
             raise UserError(f"{folder} cannot be written: {error}") from error
+        if isinstance(error, OSError) and str(error.filename).startswith(str(made)):
+            raise UserError(f"{folder} cannot be written: {error.strerror}") from error
+        if isinstance(error, UserError):
+            raise UserError(str(error).replace(str(made), str(folder))) from error
         raise
     return left_out
 

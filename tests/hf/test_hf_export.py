@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
     pipeline,
@@ -270,14 +272,16 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     for size in ("5", "0GB", "1e400GB", "nan"):
         words = refused(capsys, "export", path, tmp_path / "small", "--hf", "--max-shard-size", size)
         assert words.endswith(f"such as 5GB; got {size!r}") and not (tmp_path / "small").exists()
-    with monkeypatch.context() as full:
-        full.setattr(
-            smlp.hf.SmlpForCausalLM, "save_pretrained", lambda *args, **kw: raises(SafetensorError("no space left"))
-        )
-        assert "full cannot be written: no space left" in refused(
-            capsys, "export", path, tmp_path / "full", "--hf", "--dict", tmp_path / "dict.txt"
-        )
-        assert not [name for name in os.listdir(tmp_path) if "full" in name]
+    for kind, method, error in (
+        (smlp.hf.SmlpForCausalLM, "save_pretrained", lambda model: SafetensorError("no space left")),
+        (PreTrainedTokenizerFast, "save_pretrained", lambda tokens: Exception("no space left (os error 28)")),
+        (Path, "write_text", lambda path: OSError(28, "no space left", str(path))),
+    ):
+        with monkeypatch.context() as full:
+            full.setattr(kind, method, lambda self, *args, error=error, **kw: raises(error(self)))
+            words = refused(capsys, "export", path, tmp_path / "full", "--hf", "--dict", tmp_path / "dict.txt")
+            assert f"{tmp_path / 'full'} cannot be written: no space left" in words
+            assert not [name for name in os.listdir(tmp_path) if "full" in name]
     weights = folder / "model.safetensors"
     before = weights.read_bytes()
     assert "is an input" in refused(capsys, "checkpoint", "import", folder, "-o", weights, "--force")
