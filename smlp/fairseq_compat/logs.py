@@ -48,6 +48,12 @@ def quiet_known_warnings() -> None:
     """
     for category, message, module in _NOISE:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
+    logging.getLogger("fairseq.dataclass.utils").addFilter(_lists_no_options)
+
+
+def _lists_no_options(record: logging.LogRecord) -> bool:
+    """Return False for fairseq's list of all options, 11,000 characters, which it logs before any error or Ctrl-C."""
+    return not str(record.msg).startswith("Error when composing. Overrides")
 
 
 def restore_log_output() -> None:

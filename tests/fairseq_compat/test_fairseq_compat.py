@@ -169,6 +169,18 @@ def test_only_the_known_warnings_are_quiet() -> None:
     assert len(seen) == 3
 
 
+def test_ctrl_c_while_options_are_read_lists_none_of_them(caplog, monkeypatch) -> None:
+    from smlp.fairseq_compat.command_line import training_configuration
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fairseq.dataclass.utils.compose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training_configuration(["data", "--task", "language_modeling", "--arch", "smlp_tiny"])
+    assert not caplog.records
+
+
 def test_logs_that_cannot_be_written_end_nothing(monkeypatch, capsys) -> None:
     from smlp.fairseq_compat.logs import say_once_that_logs_are_lost
 
