@@ -78,6 +78,8 @@ def _record_problems(path: Path) -> list[str]:
         return [problem]
     try:
         torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except UnicodeEncodeError:  # its name, which torch cannot open, is not UTF-8
+        return []
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         return [f"{path} is damaged: torch cannot read it ({type(error).__name__}: {reason})"]

@@ -40,6 +40,12 @@ def test_split_and_merge_give_back_every_bit(tmp_path: Path, arch: str, monkeypa
     assert command("verify", whole, split, other, merged) == 0
 
 
+def test_a_name_that_is_not_utf8_is_no_damage(whole: Path, tmp_path: Path) -> None:
+    odd = Path(os.fsdecode(bytes(tmp_path) + b"/a\xff.pt"))
+    shutil.copy(whole, odd)
+    assert command("verify", odd) == 0 and command("merge", odd, "-o", tmp_path / "merged.pt") == 0
+
+
 def test_a_split_checkpoint_says_who_holds_what(parts: Path) -> None:
     index = content(parts)[INDEX_KEY]
     assert (index["num_experts"], index["world_size"], index["group_size"]) == (4, 4, 4)
