@@ -7,6 +7,7 @@ turns, a token each. A request never waits for a longer one to end.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -143,6 +144,7 @@ class Engine:
         self._changed = threading.Condition()
         self._is_closed = False
         self._batches: list[_Batch] = []
+        self._beginning: list[PromptJob] = []  # taken from those that wait, but not yet a batch
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
@@ -155,10 +157,12 @@ class Engine:
         with self._changed:
             if self._is_closed:
                 raise BusyError("the server is shutting down")
-            waiting = sum(not job.is_cancelled for job in self._waiting)
-            if waiting and waiting + len(jobs) > self._most_waiting:
+            waiting = [job for job in self._waiting if not job.is_cancelled]
+            before, after = self._num_without_room(waiting), self._num_without_room([*waiting, *jobs])
+            if before and after > self._most_waiting:
                 raise BusyError(
-                    f"{waiting} prompts are waiting, and {len(jobs)} more would exceed {self._most_waiting}: try later"
+                    f"{before} prompts are waiting, and {after - before} more would exceed {self._most_waiting}: try "
+                    "later"
                 )
             self._waiting.extend(jobs)
             self._changed.notify()
@@ -173,8 +177,18 @@ class Engine:
     def state(self) -> dict[str, int]:
         """Return how many texts are being written and how many prompts wait."""
         with self._changed:
-            writing = sum(batch.num_texts for batch in self._batches)
-            return {"writing": writing, "waiting": sum(not job.is_cancelled for job in self._waiting)}
+            return {"writing": self._num_writing, "waiting": sum(not job.is_cancelled for job in self._waiting)}
+
+    def _num_without_room(self, jobs: Sequence[PromptJob]) -> int:
+        """Return how many of these jobs have to wait; call with the lock held."""
+        texts = itertools.accumulate(job.num_texts for job in jobs)
+        num_batches = len(self._batches) + bool(self._beginning)
+        free = self.most_texts - self._num_writing if num_batches < _MOST_BATCHES else 0
+        return sum(number > free for number in texts)
+
+    @property
+    def _num_writing(self) -> int:
+        return sum(batch.num_texts for batch in self._batches) + sum(job.num_texts for job in self._beginning)
 
     def _work(self) -> None:
         while True:
@@ -185,17 +199,17 @@ class Engine:
                     self._changed.wait(_GATHER)
                 if self._is_closed:
                     break
-                jobs = self._admitted()
+                jobs = self._beginning = self._admitted()
             batches = [*self._batches, *self._begun(jobs)]
             left = [batch for batch in batches if self._guarded(batch.jobs, batch.step) and batch.num_texts]
             with self._changed:
-                self._batches = left
+                self._batches, self._beginning = left, []
         for job in [*self._waiting, *(job for batch in self._batches for job in batch.jobs)]:
             job.emit(Failed("the server is shutting down"))
 
     def _admitted(self) -> list[PromptJob]:
         """Take from the queue what there is room for, in order; call with the lock held."""
-        free = self.most_texts - sum(batch.num_texts for batch in self._batches)
+        free = self.most_texts - self._num_writing
         jobs: list[PromptJob] = []
         while self._waiting and len(self._batches) < _MOST_BATCHES:
             if self._waiting[0].is_cancelled:

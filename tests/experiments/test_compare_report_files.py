@@ -22,6 +22,7 @@ from smlp.experiments.report.machine import describe_machine, differences
 from smlp.experiments.report.paper import scale_sentences
 from smlp.experiments.report.results import read_results
 from smlp.experiments.report.timeline import missing_update, read_timeline, training_lines
+from smlp.experiments.report.write import write_report
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -386,6 +387,30 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats, c
     assert "**Finished, but diverged or with files missing or damaged: gMLP-s2, Switch-s1" in page
     words = re.findall(r"\w+", re.sub("valid is nan nats", "", page))
     assert "inf" not in words and "nan" not in words
+
+
+def test_a_report_leaves_nothing_of_an_earlier_one(out, tmp_path):
+    shutil.copytree(run_folder(out, "gMLP", 1), tmp_path / "run")
+    shutil.rmtree(run_folder(out, "gMLP", 1))
+    report = write_report(read_results(out)).parent
+    record, mine, victim = report / "report.json", report / "tables" / "mine.csv", report.parent / "victim.csv"
+    mine.touch()
+    victim.touch()
+    assert (report / "tables" / "not-whole.csv").is_file()
+    said = json.loads(record.read_text())
+    said["tables"]["../../victim"] = said["figures"]["gone"] = {}
+    record.write_text(json.dumps(said))
+    (report / "figures" / "gone.svg").touch()
+    shutil.copytree(tmp_path / "run", run_folder(out, "gMLP", 1))
+    write_report(read_results(out))
+    assert not (report / "tables" / "not-whole.csv").exists() and not (report / "figures" / "gone.svg").exists()
+    assert mine.is_file() and victim.is_file()
+    (fresh := tmp_path / "fresh").mkdir()
+    write_report(read_results(out), fresh)
+    mine.unlink()
+    assert {path.relative_to(report) for path in report.rglob("*")} == {
+        path.relative_to(fresh) for path in fresh.rglob("*")
+    }
 
 
 def test_updates_that_are_smaller_count_as_they_are(out):

@@ -138,6 +138,19 @@ def test_room_and_queue_are_limited():
         engine.close()
 
 
+def test_what_there_is_room_for_does_not_count_as_waiting():
+    engine = engine_of(make("smlp"), most_texts=4, most_waiting=1)
+    try:
+        _, _, goes_on = held(engine)  # two texts
+        for _ in range(3):  # room for two of them, which the engine has not taken yet
+            engine.submit([job_of(engine.decoder, [2, 6], 2)[0]])
+        with pytest.raises(BusyError, match="1 prompts are waiting, and 1 more would exceed 1"):
+            engine.submit([job_of(engine.decoder, [2, 6], 2)[0]])
+        goes_on.set()
+    finally:
+        engine.close()
+
+
 def test_a_cancelled_text_leaves_its_batch(engine):
     job, events, goes_on = held(engine)
     job.is_cancelled = True

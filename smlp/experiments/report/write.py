@@ -15,7 +15,7 @@ from smlp.experiments.report.figures import FOLDER, Picture, write_figures
 from smlp.experiments.report.results import Results
 from smlp.experiments.report.table import EMPTY, Column, Table
 from smlp.files import check_no_other, write_whole
-from smlp.plots.drawing import check_matplotlib
+from smlp.plots.drawing import FORMATS, check_matplotlib
 
 TABLES = "tables"
 #: tables without sources: derived from other tables, or only the paper's numbers
@@ -45,9 +45,9 @@ def write_report(results: Results, to: Path | None = None, baselines: Sequence[s
     """
     check_matplotlib()
     tables = all_tables(results, baselines)
-    if to is None:
-        to = results.folder / "report"
-    elif not _is_report(to / "report.json"):
+    is_own, to = to is None, to or results.folder / "report"
+    before = _earlier(to / "report.json")
+    if not is_own and not before:
         check_no_other(to, ("report.md", "report.json", TABLES, FOLDER), "--to")
     try:
         (to / TABLES).mkdir(parents=True, exist_ok=True)
@@ -59,19 +59,30 @@ def write_report(results: Results, to: Path | None = None, baselines: Sequence[s
     for table in tables.values():
         if table.rows:
             write_whole(to / TABLES / f"{table.name}.csv", table.csv().encode())
-    content = json.dumps(_as_json(results, tables, pictures), indent=1, allow_nan=False) + "\n"
-    write_whole(to / "report.json", content.encode())
+    report = _as_json(results, tables, pictures)
+    for path in _files_of(to, before) - _files_of(to, report):  # such as a table of runs that were missing
+        path.unlink(missing_ok=True)
+    write_whole(to / "report.json", (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
     page = to / "report.md"
     write_whole(page, document(results, tables, pictures).encode())
     return page
 
 
-def _is_report(path: Path) -> bool:
-    """Return whether a file is the ``report.json`` of an earlier report."""
+def _earlier(path: Path) -> dict[str, Any]:
+    """Return the ``report.json`` of an earlier report; empty if there is none, or the file is something else."""
     try:
-        return "data_order" in read_json(path, {})
+        found = read_json(path, {})
     except (UserError, OSError):
-        return False
+        return {}
+    is_whole = all(isinstance(found.get(name, {}), dict) for name in ("tables", "figures"))
+    return found if "data_order" in found and is_whole else {}
+
+
+def _files_of(to: Path, report: Mapping[str, Any]) -> set[Path]:
+    """Return the paths of the tables and figures of a report."""
+    names = [(TABLES, f"{name}.csv") for name in report.get("tables") or ()]
+    names += [(FOLDER, f"{name}.{ending}") for name in report.get("figures") or () for ending in FORMATS]
+    return {to / folder / name for folder, name in names if Path(name).name == name}
 
 
 def all_tables(results: Results, baselines: Sequence[str] = ()) -> dict[str, Table]:
