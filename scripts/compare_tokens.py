@@ -20,6 +20,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from smlp.checkpoint.load import load_language_model
+from smlp.cli.main import guarded
 from smlp.errors import UserError
 from smlp.evaluation.samples import Cutting, Samples, cut
 from smlp.evaluation.scoring import score_samples
@@ -114,7 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"smlp: error: {error}")
+    sys.exit(guarded(main))

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 import smlp
+from smlp.cli.main import guarded
 from smlp.evaluation.scoring import stepwise_log_probs
 
 NUM_SYMBOLS = 8
@@ -85,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

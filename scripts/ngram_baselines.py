@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from smlp.cli.main import guarded
 from smlp.errors import UserError
 from smlp.evaluation.perplexity import Perplexity, TextSize
 from smlp.evaluation.report import decoded_sizes
@@ -43,26 +44,21 @@ def baselines(folders: list[Path], subset: str, orders: list[int]) -> list[tuple
     return rows
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="folder of binarised data, or several with colons between them")
     parser.add_argument("--subset", choices=("valid", "test"), default="test")
     parser.add_argument("--orders", type=int, nargs="+", default=[1, 2, 3], metavar="N")
-    options = parser.parse_args(arguments)
-    try:
-        if min(options.orders) < 1:
-            raise UserError(f"--orders must be at least 1, not {min(options.orders)}")
-        rows = baselines([Path(folder) for folder in options.data.split(":")], options.subset, options.orders)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    options = parser.parse_args()
+    if min(options.orders) < 1:
+        raise UserError(f"--orders must be at least 1, not {min(options.orders)}")
+    rows = baselines([Path(folder) for folder in options.data.split(":")], options.subset, options.orders)
     text = rows[0][1].text
     print(f"{options.subset}: {rows[0][1].num_tokens:,} tokens, {text.num_words:,} words, {text.num_bytes:,} bytes")
     print("| model | perplexity per token | per word | bits per byte |\n|---|---:|---:|---:|")
     for name, row in rows:
         print(f"| {name} | {row.per_token:,.1f} | {row.per_word:,.1f} | {row.bits_per_byte:.3f} |")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(guarded(main))

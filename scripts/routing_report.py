@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from smlp.checkpoint.load import load_language_model
+from smlp.cli.main import guarded
 from smlp.errors import UserError
 from smlp.evaluation.scoring import block_log_probs
 from smlp.moe.layer import TokenMoE
@@ -127,7 +128,4 @@ def show(name: str, perplexity: float, loads: dict[str, Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"smlp: error: {error}")
+    sys.exit(guarded(main))

@@ -21,6 +21,7 @@ import importlib
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -70,11 +71,14 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
             # file names and generated text may contain characters that the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
+    words = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: _checked_and_dispatched(words))
+
+
+def guarded(work: Callable[[], int | None]) -> int:
+    """Do the work of a command or a script; return its exit status, after one sentence if it fails."""
     try:
-        with interrupted_after_imports():
-            words = sys.argv[1:] if argv is None else argv
-            _check_surroundings(words)
-            status = _dispatch(words)
+        status = work() or 0
         sys.stdout.flush()  # a closed pipe can still be handled here
         return status
     except (UserError, ParallelError) as error:
@@ -94,6 +98,12 @@ def main(argv: list[str] | None = None) -> int:
         if reason is None and os.environ.get(TRACEBACK):
             raise
         return _failed(reason or f"{unexpected(error)} ({TRACEBACK}=1 shows where)")
+
+
+def _checked_and_dispatched(words: list[str]) -> int:
+    with interrupted_after_imports():
+        _check_surroundings(words)
+        return _dispatch(words)
 
 
 def _open_closed_streams() -> None:
