@@ -4,6 +4,7 @@
 
 import logging
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Optional
@@ -172,22 +173,29 @@ class MoECrossEntropyCriterion(CrossEntropyCriterion):
         )
         for key in aux_keys:
             metrics.log_scalar(key.removeprefix(_AUX), mean(key, sample_size), sample_size, round=5)
+        report: dict[str, float] = {}
         if any(_SUMS in log for log in logging_outputs):
             recorder, cls._reporting = cls._reporting, None
-            for key, value in recorder.report(total(_SUMS)).items():
-                metrics.log_scalar(key, value, priority=600, round=3)
-        else:
-            _repeat_health()
+            report = recorder.report(total(_SUMS))
+        for key, value in report.items():
+            metrics.log_scalar(key, value, priority=600, round=3)
+        _repeat_health(but=report)
 
 
-def _repeat_health() -> None:
-    """Log the figures of the last record again: a meter without a value in an epoch would be shown as None."""
-    everything = metrics.get_meters("default")
-    if not any(meters is everything for meters in metrics.get_active_aggregators()):
+def _repeat_health(but: Collection[str]) -> None:
+    """Log the figures of the last record again, but for some: a meter without a value would be shown as None.
+
+    It has none in an epoch without a record, and ``router_churn`` none in the first record of a resumed run.
+    """
+    active = metrics.get_active_aggregators()
+    if not any(meters is metrics.get_meters("train_inner") for meters in active):
         return  # validation has its own
-    for key in (*LOGGED, REALISED):
-        if key in everything and everything[key].val is not None:
-            metrics.log_scalar(key, everything[key].val, weight=0, priority=600, round=3)
+    for key in (key for key in (*LOGGED, REALISED) if key not in but):
+        # "default" of a resumed run is the last checkpoint's, and not among the active ones
+        known = (meters[key].val for meters in (*active, metrics.get_meters("default")) if key in meters)
+        value = next((value for value in known if value is not None), None)
+        if value is not None:
+            metrics.log_scalar(key, value, weight=0, priority=600, round=3)
 
 
 def _aux_losses(net_output: tuple[Tensor, Any]) -> dict[str, Tensor]:

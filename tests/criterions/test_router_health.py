@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.logging import metrics
 from running import USER_DIR, run_python
 
 import smlp
+from smlp.criterions.moe_cross_entropy import _repeat_health
 from smlp.criterions.router_health import LOGGED, REALISED, HealthRecorder, probe_choices
 from smlp.fairseq_compat import needs
 from smlp.fairseq_compat.records import Journal
@@ -267,6 +269,30 @@ def test_a_resumed_run_drops_the_lines_that_it_writes_again(continued):
     assert [record["update"] for record in after] == [6, 9]
     assert after[0] == before[0]
     assert "churn" not in after[1]["pooled"], "the choices of another process are not known"
+
+
+def test_a_figure_that_the_first_record_lacks_is_that_of_the_checkpoint():
+    """As ``router_churn`` of a run that resumes where a line of its log ended; it was None in the log."""
+    kept = metrics.state_dict()
+    try:
+        metrics.reset()
+        for loads in (False, True):
+            with metrics.aggregate("train"), metrics.aggregate("train_inner"):
+                if loads:
+                    _repeat_health(but={"router_load_cv"})
+                else:
+                    metrics.log_scalar("router_churn", 0.25)
+                    metrics.log_scalar("router_load_cv", 0.5)
+            if not loads:
+                metrics.reset_meters("train_inner")
+                metrics.load_state_dict(metrics.state_dict())
+        assert metrics.get_smoothed_values("train_inner") == {"router_churn": 0.25, "router_load_cv": None}
+        with metrics.aggregate("valid", new_root=True):
+            _repeat_health(but=())
+        assert metrics.get_smoothed_values("valid") == {}
+    finally:
+        metrics.reset()
+        metrics.load_state_dict(kept)
 
 
 def test_validate_counts_what_training_counted(runs, continued):
