@@ -66,6 +66,8 @@ class Folder:
             for name in _SHARED:
                 if name in planned:  # a dry run does not read the data
                     _check_same(self.path, name, older.get(name), planned[name])
+            if "validations" in older:  # records of earlier versions lack it
+                _check_same(self.path, "evaluate.validations", older["validations"], planned["validations"])
 
     def settle(self, planned: dict[str, Any]) -> None:
         """Record the planned experiment.

@@ -302,6 +302,7 @@ def as_json(experiment: Experiment, models: list[PlannedModel]) -> dict[str, Any
         "task": experiment.task,
         "evaluation_subsets": list(experiment.evaluation.subsets),
         "evaluation_dtype": experiment.evaluation.dtype,
+        "validations": experiment.evaluation.validations,
         "targets": list(experiment.evaluation.targets),
         "tuned_option": experiment.tuning.option if experiment.tuning else None,
         "models": [model.as_json(experiment.recipe, experiment.resources.ranks) for model in models],

@@ -13,7 +13,7 @@ from smlp.config import flatten
 from smlp.errors import UserError
 from smlp.experiments import slurm
 from smlp.experiments.folder import DONE, Folder
-from smlp.experiments.json_files import read_json
+from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.plan import as_json, main_runs, plan_models, spread_of, training_words, tuning_runs
 from smlp.experiments.reading import read_experiment
 from smlp.experiments.slurm import sweep_line
@@ -162,6 +162,13 @@ def test_a_folder_belongs_to_one_experiment(tmp_path):
         other = experiment(tmp_path, FILE.replace(before, after))
         with pytest.raises(UserError, match=message):
             folder.settle(as_json(other, plan_models(other, VOCAB, configure)))
+    other = experiment(tmp_path, FILE + "evaluate: {validations: 3}\n")
+    with pytest.raises(UserError, match=r"was made with evaluate.validations = 8, and the experiment now says 3"):
+        folder.settle(as_json(other, plan_models(other, VOCAB, configure)))
+    record = read_json(folder.experiment)
+    del record["validations"]  # of an earlier version
+    write_json(folder.experiment, record)
+    folder.settle(as_json(other, plan_models(other, VOCAB, configure)))
 
 
 def test_a_run_with_weights_belongs_to_its_settings(tmp_path):
