@@ -87,7 +87,7 @@ read_sweep() {
 
 # set_run_arguments RANKS INDEX DATA SAVE_ROOT [OPTIONS]: INDEX counts from 0; options for all runs come last
 set_run_arguments() {
-    local ranks="$1" index="$2" data="$3" save_dir="$4/${RUN_NAMES[$2]}" words
+    local ranks="$1" index="$2" data="$3" save_dir="$4/${RUN_NAMES[$2]}" words given
     shift 4
     mapfile -d '' -t words < <(xargs printf '%s\0' <<<"${RUN_LINES[index]}")
     if [[ "${words[0]}" == *.sh ]]; then
@@ -97,4 +97,6 @@ set_run_arguments() {
     else
         set_arguments "$ranks" "$data" --save-dir "$save_dir" "${words[@]}" "$@"
     fi
+    given="$(value_of --save-dir "$save_dir")"
+    [ "$given" = "$save_dir" ] || fail "run ${RUN_NAMES[index]} of the sweep is saved in $save_dir: leave --save-dir $given out"
 }

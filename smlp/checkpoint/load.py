@@ -5,9 +5,10 @@ The dictionary and the tokenizer are next to the checkpoint, with its data, or i
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,18 @@ def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
             raise UserError(f"{folder / name} differs from the export's: write to another folder")
 
 
-def write_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
-    """Write the files that a folder lacks."""
-    for name, tensor in files.items():
-        if not (folder / name).exists():
-            write_whole(folder / name, _to_bytes(tensor))
+@contextlib.contextmanager
+def written_beside(files: Mapping[str, LazyTensor], folder: Path) -> Iterator[None]:
+    """Write the files that a folder lacks; if this or what the block does fails, remove them again."""
+    lacking = [name for name in files if not (folder / name).exists()]
+    try:
+        for name in lacking:
+            write_whole(folder / name, _to_bytes(files[name]))
+        yield
+    except BaseException:
+        for name in lacking:
+            (folder / name).unlink(missing_ok=True)
+        raise
 
 
 def bytes_of(path: Path) -> HeldTensor:

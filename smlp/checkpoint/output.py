@@ -23,7 +23,7 @@ from smlp.checkpoint.index import (
     size_problem,
 )
 from smlp.checkpoint.lazy import are_equal, as_bytes, mean, rows_of
-from smlp.checkpoint.load import check_beside, dictionary_of, text_files, write_beside
+from smlp.checkpoint.load import check_beside, dictionary_of, text_files, written_beside
 from smlp.checkpoint.opened import Checkpoint
 from smlp.checkpoint.parts import detach, write_part
 from smlp.checkpoint.torch_file import write_torch_file
@@ -80,8 +80,8 @@ def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
         raise UserError(f"{target}: a checkpoint to train from must end in .pt, as those of fairseq do")
     check_beside(checkpoint.files, target.parent)
     _make_folder(target)
-    write_whole(target, lambda file: write_torch_file(file, checkpoint.state))
-    write_beside(checkpoint.files, target.parent)
+    with written_beside(checkpoint.files, target.parent):
+        write_whole(target, lambda file: write_torch_file(file, checkpoint.state))
 
 
 def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None:
@@ -124,13 +124,13 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
             positions=positions,
         )
         content = {**state, INDEX_KEY: index.to_plain()}
-        write_whole(target, lambda file: write_torch_file(file, content))
+        with written_beside(checkpoint.files, target.parent):
+            write_whole(target, lambda file: write_torch_file(file, content))
     except BaseException:
         shutil.rmtree((target.parent / files[0]).parent, ignore_errors=True)
         with contextlib.suppress(OSError):
             (target.parent / files[0]).parent.parent.rmdir()  # only succeeds if it is empty
         raise
-    write_beside(checkpoint.files, target.parent)
     # A run that trains in this folder may have removed the parts before the new checkpoint referred to them.
     for part in parts:
         if problem := size_problem(target, part):

@@ -82,6 +82,8 @@ def write_folder(
         model.save_pretrained(made, max_shard_size=max_shard_size)
         (made / "README.md").write_text(model_card(checkpoint, folder.name), encoding="utf-8")
         made.chmod(0o777 & ~_umask())
+        for file in made.iterdir():  # safetensors and tempfile write for this user only
+            file.chmod(0o666 & ~_umask())
         if folder.exists():
             folder.rmdir()
         os.replace(made, folder)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import smlp
 import smlp.hf
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.cli.main import main
+from smlp.files import write_whole
 
 # isort: split
 from transformers import (
@@ -244,6 +246,10 @@ def raises(error):
     raise error
 
 
+def write_but(missing, path, *content):
+    return raises(OSError(28, "no space left")) if Path(path) == missing else write_whole(path, *content)
+
+
 def refused(capsys, *words):
     capsys.readouterr()
     assert command(*words) == 1
@@ -282,6 +288,13 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
             words = refused(capsys, "export", path, tmp_path / "full", "--hf", "--dict", tmp_path / "dict.txt")
             assert f"{tmp_path / 'full'} cannot be written: no space left" in words
             assert not [name for name in os.listdir(tmp_path) if "full" in name]
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "whoever may read one file may read all"
+    (back := tmp_path / "back").mkdir()
+    for module, lacks in (("output", "b.pt"), ("load", "dict.txt")):
+        with monkeypatch.context() as full:
+            full.setattr(f"smlp.checkpoint.{module}.write_whole", partial(write_but, back / lacks))
+            assert "no space left" in refused(capsys, "checkpoint", "import", folder, "-o", back / "b.pt")
+            assert os.listdir(back) == [], "nothing is written"
     weights = folder / "model.safetensors"
     before = weights.read_bytes()
     assert "is an input" in refused(capsys, "checkpoint", "import", folder, "-o", weights, "--force")

@@ -353,6 +353,8 @@ def test_a_run_of_a_sweep_restarts_on_its_own(user) -> None:
         ("a --lr 1\n\na --lr 2\n", 1, "list.txt, line 3: line 1 has the name 'a' already"),
         ("a --lr '1\n", 1, "list.txt, line 1: a quotation mark is not closed"),
         ("a no.sh --lr 1\n", 1, f"there is no command file {REPOSITORY}/no.sh"),
+        ("a --lr 1 --save-dir b\n", 1, "run a of the sweep is saved in runs/a: leave --save-dir b out"),
+        ("a examples/smlp.sh --save-dir=b\n", 1, "run a of the sweep is saved in runs/a: leave --save-dir b out"),
     ],
 )
 def test_mistakes_in_a_list(user, text, number, message) -> None:
