@@ -33,6 +33,10 @@ def bytes_bar(total: int | None, label: str, quiet: bool, done: int = 0) -> tqdm
     )
 
 
+#: whether Ctrl-C has reached this worker
+_interrupted = threading.Event()
+
+
 class PartFailed(Exception):
     """A part cannot be done now, but the others can. The message is one sentence that names it."""
 
@@ -110,9 +114,18 @@ def _interrupts(how: int) -> Iterator[None]:
 
 
 def _interruptibly(do_part: Callable[[FilePart], None], part: FilePart) -> None:
-    """Do a part in a worker. Only this can be interrupted: a worker that starts or waits would print a traceback."""
-    with _interrupts(signal.SIG_UNBLOCK):
-        do_part(part)
+    """Do a part in a worker. Only this can be interrupted: a worker that starts or waits would print a traceback.
+
+    A worker that was interrupted does none of the parts that it still finds in the queue.
+    """
+    if _interrupted.is_set():
+        raise KeyboardInterrupt
+    try:
+        with _interrupts(signal.SIG_UNBLOCK):
+            do_part(part)
+    except KeyboardInterrupt:
+        _interrupted.set()
+        raise
 
 
 def _begin_worker() -> None:
