@@ -469,15 +469,15 @@ def test_workers_end_with_a_command_that_is_killed(source, tmp_path):
 class SlowToArrive:
     """Work that takes a worker a second to unpickle."""
 
-    def __init__(self, mark):
-        self.mark = mark
+    def __init__(self, folder):
+        self.folder = folder
 
     def __setstate__(self, state):
-        state["mark"].touch()
+        (state["folder"] / f"worker-{os.getpid()}").touch()
         time.sleep(1)
 
     def __call__(self, part, out):
-        time.sleep(60)
+        time.sleep(20)
 
 
 def test_ctrl_c_while_workers_start_prints_no_traceback(source, tmp_path):
@@ -488,7 +488,7 @@ def test_ctrl_c_while_workers_start_prints_no_traceback(source, tmp_path):
         "from data_prep.flow.parts import plan_parts, find_files;"
         "source, out = map(Path, sys.argv[1:]);"
         "sys.excepthook = lambda *error: None;"  # of the command itself, which says nothing of Ctrl-C
-        "work = t.SlowToArrive(out / 'mark');"
+        "work = t.SlowToArrive(out);"
         "run_parts(StepRun(out, 2, quiet=True), 'slow', plan_parts(find_files([source], ['.txt'])), work)"
     )
     (out := tmp_path / "out").mkdir()
@@ -500,11 +500,11 @@ def test_ctrl_c_while_workers_start_prints_no_traceback(source, tmp_path):
         text=True,
     )
     deadline = time.monotonic() + 60
-    while not (out / "mark").exists() and time.monotonic() < deadline:
+    while len(list(out.glob("worker-*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     try:
-        assert process.communicate(timeout=30)[1] == ""
+        assert process.communicate(timeout=50)[1] == ""
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
