@@ -190,7 +190,9 @@ def _repeat_health(but: Collection[str]) -> None:
     active = metrics.get_active_aggregators()
     if not any(meters is metrics.get_meters("train_inner") for meters in active):
         return  # validation has its own
-    for key in (key for key in (*LOGGED, REALISED) if key not in but):
+    for key in (*LOGGED, REALISED):
+        if key in but:
+            continue
         # "default" of a resumed run is the last checkpoint's, and not among the active ones
         known = (meters[key].val for meters in (*active, metrics.get_meters("default")) if key in meters)
         value = next((value for value in known if value is not None), None)

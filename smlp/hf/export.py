@@ -81,9 +81,10 @@ def write_folder(
             model.generation_config = _generation_config(config, symbols)
         model.save_pretrained(made, max_shard_size=max_shard_size)
         (made / "README.md").write_text(model_card(checkpoint, folder.name), encoding="utf-8")
-        made.chmod(0o777 & ~_umask())
+        hidden = _umask()
+        made.chmod(0o777 & ~hidden)
         for file in made.iterdir():  # safetensors and tempfile write for this user only
-            file.chmod(0o666 & ~_umask())
+            file.chmod(0o666 & ~hidden)
         if folder.exists():
             folder.rmdir()
         os.replace(made, folder)
@@ -94,7 +95,7 @@ def write_folder(
             raise UserError(f"{folder} cannot be written: {error}") from error
         if isinstance(error, OSError) and str(error.filename).startswith(str(made)):
             raise UserError(f"{folder} cannot be written: {error.strerror}") from error
-        if isinstance(error, UserError):
+        if isinstance(error, UserError):  # not with the name of a folder that is gone
             raise UserError(str(error).replace(str(made), str(folder))) from error
         raise
     return left_out
