@@ -47,6 +47,7 @@ from benchmarks import (
 from benchmarks.report import Row, as_json, as_markdown, as_text, machine
 from benchmarks.settings import Settings
 
+from smlp.cli.main import guarded
 from smlp.cli.numbers import MOST_PROCESSES, whole
 from smlp.costs.matmul_rate import matmul_rate
 from smlp.errors import UserError
@@ -96,8 +97,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(options: argparse.Namespace) -> int:
     """Runs the parts, prints their rows as they come, and writes the reports."""
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("benchmark: error: --device cuda, but torch sees no GPU", file=sys.stderr)
-        return 1
+        raise UserError("--device cuda, but torch sees no GPU")
     if options.threads:
         torch.set_num_threads(options.threads)
     settings, started = Settings(options.device, options.quick), time.monotonic()
@@ -132,7 +132,4 @@ def main(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(parse()))
-    except UserError as error:
-        sys.exit(f"benchmark: error: {error}")
+    sys.exit(guarded(lambda: main(parse())))

@@ -9,11 +9,14 @@ The package's own routing code computes the routing of a small example.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import matplotlib
 from diagrams import blocks, features, tokens
 from diagrams.style import SETTINGS
+
+from smlp.cli.main import guarded
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "diagrams"
 DRAWINGS = {
@@ -40,12 +43,13 @@ def draw(folder: Path, kind: str = "svg") -> list[Path]:
     return files
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="draw PNG files there instead")
     options = parser.parse_args()
-    try:
-        for file in draw(options.png or FOLDER, "png" if options.png else "svg"):
-            print(file)
-    except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}")
+    for file in draw(options.png or FOLDER, "png" if options.png else "svg"):
+        print(file)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

@@ -227,16 +227,16 @@ def _misfit(
     checkpoint: dict[str, Any], path: str, args: Namespace, name: str, found: tuple[int, ...], wanted: tuple[int, ...]
 ) -> str:
     """Return the sentence for a tensor of another shape."""
-    trained = getattr(checkpoint.get("args"), "img_size", None)
-    if trained is not None and args.img_size not in (None, trained):
+    trained, converts = getattr(checkpoint.get("args"), "img_size", None), getattr(args, "change_resolution", False)
+    if trained is not None and args.img_size not in (None, trained) and not converts:
         return (
             f"{path} was trained on images of {trained} pixels, --img-size is {args.img_size}: give "
             "--change-resolution to convert its weights"
         )
-    return (
-        f"{path} does not fit {args.model}: {name} has the shape {found}, the model's is {wanted}; if only the image "
-        "size differs, give --change-resolution"
-    )
+    remedy = "give the --model-kwargs of its training"
+    if not converts:
+        remedy = "if only the image size differs, give --change-resolution"
+    return f"{path} does not fit {args.model}: {name} has the shape {found}, the model's is {wanted}; {remedy}"
 
 
 def trained_with(checkpoint: dict[str, Any], path: str | Path) -> Namespace:

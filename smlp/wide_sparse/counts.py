@@ -55,25 +55,9 @@ def widest(omega: float, expansion: float = 1) -> tuple[float, float]:
     return (omega / expansion) ** (1 / 3), (omega / expansion) ** (2 / 3)
 
 
-def width_bounds(omega: float, expansion: float = 1) -> tuple[float, float]:
-    """Return the least and the largest effective width of a Mixer with Omega connections (S.45)."""
-    return (math.sqrt(1 + 8 * omega / expansion) - 1) / 2, widest(omega, expansion)[1]
-
-
-def expansion_at(omega: float, width: float, channels: float) -> float:
-    """Return g for a fixed effective width m: ``2 Omega / (m (C + m/C))``, largest at C = sqrt(m) (S.46)."""
-    return 2 * omega / (width * (channels + width / channels))
-
-
 def masked_connections(width: float, density: float, expansion: float = 1) -> float:
     """Return Omega of a masked layer: ``p g m^2`` (equation 13)."""
     return density * expansion * width**2
-
-
-def masked_width(omega: float, density: float, expansion: float = 1) -> float:
-    """Return m of a masked layer with Omega connections: ``sqrt(Omega / (g p))`` (S.43, section D.2)."""
-    require(0 < density <= 1, f"the density must be above 0 and at most 1, got {density}")
-    return math.sqrt(omega / (expansion * density))
 
 
 def layer_connections(config: ImageConfig) -> float:

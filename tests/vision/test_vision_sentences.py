@@ -286,6 +286,9 @@ def test_resolutions_that_cannot_be_changed(digits, trained, capsys):
     assert "not a multiple of the 2 at img_size=8" in train(capsys, digits, *options, "--img-size", "12")
     vit = train(capsys, digits, *options, "--img-size", "16", "--model-kwargs", "depth=1", "patch_size=4", model=VIT)
     assert f"for smlp_mixer_* and smlp_gmlp_*, not for timm's {VIT}" in vit
+    words = (*options, "--img-size", "16", "--model-kwargs", "embed_dim=32")
+    line = train(capsys, digits, *words)
+    assert "give the --model-kwargs of its training" in line and "--change-resolution" not in line
 
 
 def test_options_that_contradict_each_other(digits, trained, capsys):
