@@ -17,6 +17,7 @@ from smlp.config.model import SETTINGS, ModelConfig, all_settings
 from smlp.config.own_settings import fields_of, own_fields
 from smlp.config.presets import TASK_OPTIONS
 from smlp.config.registry import ARCHITECTURES, DENSE_BLOCKS, PACKAGE, ROUTERS, SPARSE_BLOCKS, Registry
+from smlp.config.settings import check_type
 from smlp.errors import UserError
 
 
@@ -98,12 +99,15 @@ def register_architecture(name: str, like: str | None = None, **settings: Any) -
         **settings: by name.
 
     Raises:
-        UserError: the name is taken; ``like`` or a setting is unknown.
+        UserError: the name is taken; ``like`` or a setting is unknown, or a value is of another type.
     """
     if like is not None and like not in ARCHITECTURES:
         raise UserError(f"architecture {name!r} builds on {like!r}, which does not exist")
-    for unknown in settings.keys() - all_settings().keys():
-        raise UserError(f"architecture {name!r} has an unknown setting {unknown!r}")
+    known = all_settings()
+    for setting, value in settings.items():
+        if setting not in known:
+            raise UserError(f"architecture {name!r} has an unknown setting {setting!r}")
+        check_type(f"architecture {name!r}: {setting}", known[setting].type, value)
     base = {} if like is None else ARCHITECTURES[like]
     ARCHITECTURES.add(name, {**base, **settings}, _file_of(sys._getframe(1).f_globals))
 

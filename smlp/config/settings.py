@@ -51,14 +51,18 @@ def check_value(name: str, field: dataclasses.Field[Any], value: Any) -> None:
         UserError: the message starts with ``name``.
     """
     allowed = field.metadata.get("allowed")
-    _check_type(name, field.type, value)
+    check_type(name, field.type, value)
     if allowed is not None and value not in allowed:
         hint = getattr(allowed, "hint", "")
         raise UserError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r:.80}{hint}")
 
 
-def _check_type(name: str, kind: Any, value: Any) -> None:
-    """Refuse a value of another type, such as text for a number. ``kind`` is the annotation: a type or its name."""
+def check_type(name: str, kind: Any, value: Any) -> None:
+    """Refuse a value of another type, such as text for a number. ``kind`` is the annotation: a type or its name.
+
+    Raises:
+        UserError: the message starts with ``name``.
+    """
     kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
     wanted = {"int": numbers.Integral, "float": numbers.Real, "str": str, "bool": bool}.get(
         kind.removesuffix(" | None")

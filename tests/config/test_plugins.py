@@ -164,6 +164,10 @@ BAD = {
         ["router 'x' (Free): build() cannot be called with (config): too many positional arguments"],
     ),
     "its setting": (START + "register_architecture('y', like='smlp', wdith=3)", ["'y'", "'wdith'"]),
+    "its setting's type": (
+        START + "register_architecture('y', like='smlp', num_experts='four')",
+        ["line 10", "architecture 'y': num_experts must be of type int, got 'four'"],
+    ),
 }
 
 
