@@ -115,7 +115,8 @@ def write_table(
     experiments: Sequence[Results], names: Sequence[str], baseline: str, subset: str | None, out: Path
 ) -> str:
     """Write ``budgets.csv``; return it as Markdown, shortened."""
-    heads = [f"{tokens_of(experiment) / 1e6:.2f} M tokens" for experiment in experiments]
+    budgets = [tokens_of(experiment) for experiment in experiments]
+    heads = [f"{tokens:,} tokens" if tokens < 100_000 else f"{tokens / 1e6:.2f} M tokens" for tokens in budgets]
     lines = [f"| model | parameters (M) | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(heads)}"]
     with (out / TABLE).open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)

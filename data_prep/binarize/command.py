@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     """Encode, merge, write the manifest; return the exit status."""
     splits = parts_of_splits(args)
     vocab_size = len(check_tokenizer(args.tokenizer, args.format))
-    run, job = run_of(args), Job(args.tokenizer, args.format, reading_of(args), args.shards)
     settings = _settings(args)
+    run, job = run_of(args), Job(args.tokenizer, args.format, reading_of(args), args.shards)
     begin(run, "binarize", settings, args.restart)
     done = Report("binarize", run)
     if not is_whole(run.out):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FORMATS, ReadSettings
+from data_prep.flow.manifest import MANIFEST, read_manifest
 from data_prep.flow.parts import PART_BYTES, FilePart, find_files, left_out, plan_parts
 from data_prep.flow.running import StepRun
 from data_prep.flow.streams import sha256_of
@@ -192,8 +193,20 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def tokenizer_setting(folder: Path) -> dict[str, Any]:
-    """Return a tokenizer for a step's settings, with checksums, so that another one in the same folder is noticed."""
-    return {"path": str(folder), "sha256": {path.name: sha256_of(path) for path in tokenizer_files(folder)}}
+    """Return a tokenizer for a step's settings, with checksums, so that another one in the same folder is noticed.
+
+    Raises:
+        UserError: a file is not the one that the manifest of the folder names.
+    """
+    sums = {path.name: sha256_of(path) for path in tokenizer_files(folder)}
+    for row in read_manifest(folder)["outputs"] if (folder / MANIFEST).is_file() else ():
+        name = row.get("name")
+        if name in sums and row.get("sha256") != sums[name]:
+            raise UserError(
+                f"{folder / name} is not the file that {folder / MANIFEST} names (it has another SHA-256): make the "
+                "tokenizer again, or remove the manifest if you changed the file on purpose"
+            )
+    return {"path": str(folder), "sha256": sums}
 
 
 def _share(text: str) -> tuple[int, int]:

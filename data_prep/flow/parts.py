@@ -102,6 +102,7 @@ def left_out(inputs: Sequence[Path], suffixes: Iterable[str], read: Iterable[Pat
         lines += [f"{folder} is not finished: some of its files are missing" for folder, _ in _unfinished(files)]
         known = set(read) if read is not None else {path for path in files if _is_wanted(path, tuple(suffixes))}
         others = [path for path in files if path not in known and path.name != MANIFEST]
+        others += [path for path in _walk(place, hidden=True) if _is_wanted(path, tuple(suffixes))]
         if others:
             shown = ", ".join(str(path.relative_to(place)) for path in others[:_SHOWN])
             more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
@@ -109,8 +110,11 @@ def left_out(inputs: Sequence[Path], suffixes: Iterable[str], read: Iterable[Pat
     return lines
 
 
-def _walk(place: Path) -> list[Path]:
-    """Return all files below a folder, links followed, sorted; names that begin with a point are skipped."""
+def _walk(place: Path, hidden: bool = False) -> list[Path]:
+    """Return all files below a folder, links followed, sorted: those whose names begin with a dot, or the others.
+
+    Folders with such names are skipped.
+    """
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename}: {error.strerror}")
@@ -124,7 +128,9 @@ def _walk(place: Path) -> list[Path]:
             continue
         seen.add(real)
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        files += [Path(folder) / name for name in names if not name.startswith(".") and not name.endswith(PARTIAL)]
+        files += [
+            Path(folder) / name for name in names if name.startswith(".") == hidden and not name.endswith(PARTIAL)
+        ]
     return sorted(files)
 
 

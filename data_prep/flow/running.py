@@ -244,7 +244,8 @@ def _lock(run: StepRun) -> Iterator[None]:
             pass  # a file system without locks
         if number == 1:
             for path in run.out.rglob(f"*{PARTIAL}"):  # leftovers of killed processes
-                path.unlink(missing_ok=True)
+                if not path.name.startswith(SETTINGS):  # a command that starts now writes that before it has the lock
+                    path.unlink(missing_ok=True)
         yield
 
 

@@ -17,8 +17,7 @@ from smlp.text.tokenizer_files import (
     SPECIAL_SYMBOLS,
     VOCAB_BPE,
     byte_characters,
-    read_encoder,
-    read_merges,
+    read_byte_level,
 )
 
 KINDS = ("unigram", "bpe")
@@ -163,11 +162,7 @@ def given_byte_level(encoder_json: Path, vocab_bpe: Path) -> dict[str, bytes]:
     Raises:
         UserError: one is missing, is not in GPT-2's format, or they do not fit each other.
     """
-    ids, merges = read_encoder(encoder_json), read_merges(vocab_bpe)
-    for pair in merges:
-        unknown = [piece for piece in (*pair, "".join(pair)) if piece not in ids]
-        if unknown:
-            raise UserError(f"{vocab_bpe} merges {' and '.join(pair)}, but {encoder_json} has no piece {unknown[0]}")
+    ids, _ = read_byte_level(encoder_json, vocab_bpe)
     if sorted(ids.values()) != list(range(len(ids))):
         raise UserError(f"{encoder_json} has {len(ids)} pieces, but their ids are not 0 to {len(ids) - 1}")
     return {ENCODER_JSON: read_bytes(encoder_json), VOCAB_BPE: read_bytes(vocab_bpe)}

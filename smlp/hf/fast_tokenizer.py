@@ -23,11 +23,9 @@ from smlp.text.tokenizer_files import (
     ENCODER_JSON,
     MASK,
     SPECIAL_SYMBOLS,
-    VOCAB_BPE,
     Vocabulary,
     find_tokenizer,
-    read_encoder,
-    read_merges,
+    read_byte_level,
 )
 from smlp.text.tokenizer_kinds import WORD_START
 
@@ -125,14 +123,13 @@ def _words(symbols: list[str]) -> tokenizers.Tokenizer:
 
 def _byte_level(symbols: list[str], vocabulary: Vocabulary, encoder_json: Path) -> tokenizers.Tokenizer:
     """Return a BPE tokenizer; raise UserError if a piece has no symbol in the dictionary, or another symbol's name."""
-    ids = read_encoder(encoder_json)
+    ids, merges = read_byte_level(encoder_json)
     _check_complete([str(number) for number in ids.values()], vocabulary, encoder_json)
     pieces = {piece: vocabulary.index[str(number)] for piece, number in ids.items()}
     taken = set(pieces.values())
     others = {name: number for name, number in _ids(symbols).items() if number not in taken}
     if shared := pieces.keys() & others.keys():
         raise UserError(f"{encoder_json} has a piece {min(shared)!r}, which is a symbol of the dictionary already")
-    merges = read_merges(encoder_json.with_name(VOCAB_BPE))
     fast = tokenizers.Tokenizer(models.BPE(vocab=pieces | others, merges=merges))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()

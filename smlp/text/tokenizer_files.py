@@ -29,6 +29,7 @@ TOKENIZER_FILES = tuple(name for names in TOKENIZERS.values() for name in names)
 
 #: in the ``extra_state`` of a checkpoint: :func:`record_of` its dictionary
 RECORD = "dictionary"
+_MOST_ADDED = 8  # pieces that no merge forms, besides those such as <|endoftext|>; there may also be 1 % of them
 _OVERWRITE = " #fairseq:overwrite"  # fairseq's flag for a symbol that may stand twice
 
 
@@ -111,6 +112,29 @@ def files_of(tokenizer: Path) -> dict[str, Path]:
     """Return the files of a tokenizer by their standard names; the file that names it may be called otherwise."""
     first, *others = TOKENIZERS[ENCODER_JSON if tokenizer.suffix == ".json" else SENTENCEPIECE_MODEL]
     return {first: tokenizer, **{name: tokenizer.with_name(name) for name in others}}
+
+
+def read_byte_level(encoder_json: Path, vocab_bpe: Path | None = None) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Return the pieces of byte-level BPE with their ids, and its merges, by default those beside the pieces.
+
+    Raises:
+        UserError: a file is missing or is not in this format, or they do not fit each other.
+    """
+    vocab_bpe = vocab_bpe or encoder_json.with_name(VOCAB_BPE)
+    ids, merges = read_encoder(encoder_json), read_merges(vocab_bpe)
+    formed = {"".join(pair) for pair in merges}
+    for pair in merges:
+        unknown = [piece for piece in (*pair, "".join(pair)) if piece not in ids]
+        if unknown:
+            raise UserError(f"{vocab_bpe} merges {' and '.join(pair)}, but {encoder_json} has no piece {unknown[0]}")
+    special = re.compile("<.*>", re.DOTALL)
+    lacking = [piece for piece in ids if len(piece) > 1 and piece not in formed and not special.fullmatch(piece)]
+    if len(lacking) > max(_MOST_ADDED, len(formed) // 100):
+        raise UserError(
+            f"{vocab_bpe} has merges for {len(formed):,} pieces, but none for {len(lacking):,} others of "
+            f"{encoder_json}, such as {lacking[0]!r}: it is cut off, or belongs to another file"
+        )
+    return ids, merges
 
 
 def read_encoder(path: Path) -> dict[str, int]:

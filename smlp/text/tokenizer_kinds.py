@@ -17,11 +17,9 @@ from smlp.errors import UserError
 from smlp.text.tokenizer_files import (
     ENCODER_JSON,
     SENTENCEPIECE_MODEL,
-    VOCAB_BPE,
     Vocabulary,
     byte_characters,
-    read_encoder,
-    read_merges,
+    read_byte_level,
 )
 
 WORD_START = "\u2581"
@@ -136,12 +134,8 @@ class ByteLevelBPE:
             raise UserError(
                 f"{encoder_json}: byte-level BPE needs the package tokenizers: pip install -e '.[data]'"
             ) from None
-        ids, merges = read_encoder(encoder_json), read_merges(encoder_json.with_name(VOCAB_BPE))
-        try:
-            model = tokenizers.models.BPE(vocab=ids, merges=merges)
-        except Exception as error:  # the library has no narrower exception
-            raise UserError(f"{encoder_json} and {VOCAB_BPE} beside it do not match ({error})") from None
-        self._model = tokenizers.Tokenizer(model)
+        ids, merges = read_byte_level(encoder_json)
+        self._model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges))
         self._model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._id_O = [vocabulary.unk] * (max(ids.values(), default=0) + 1)
         for number in ids.values():

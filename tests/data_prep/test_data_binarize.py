@@ -276,6 +276,20 @@ def test_what_is_finished_is_kept_and_a_changed_file_is_read_again(sample, token
     assert files_of(out) == files_of(tmp_path / "less")
 
 
+def test_a_tokenizer_with_a_file_of_another_is_refused(sample, tmp_path, capsys):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for out, size in ((one, 60), (other, 50)):
+        words = ["--in", sample / "train", "--vocab-size", size, "--out", out, "--quiet"]
+        assert main(["data", "tokenizer", *map(str, words)]) == 0
+    (one / "sentencepiece.model").write_bytes((other / "sentencepiece.model").read_bytes())
+    capsys.readouterr()
+    assert binarize("--in", sample, "--tokenizer", one, "--out", tmp_path / "out") == 1
+    assert (
+        f"{one / 'sentencepiece.model'} is not the file that {one / 'manifest.json'} names" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_other_words_of_the_same_number_are_another_shard(tokenizer, tmp_path):
     text, out = tmp_path / "train.spm", tmp_path / "out"
     symbols = [line.rsplit(" ", 1)[0] for line in (tokenizer / "dict.txt").read_text().splitlines()]

@@ -329,6 +329,17 @@ def run_upper(source, run, settings=None, restart=False, depends=None, **more):
     return write_manifest(run.out, "upper", settings or {}, done.inputs, done.results)
 
 
+def test_leftovers_go_but_not_what_a_command_writes_that_begins_now(source, tmp_path):
+    (tmp_path / "out" / ".state" / "upper").mkdir(parents=True)
+    left, begins = [
+        tmp_path / "out" / ".state" / name for name in ("upper/a.host.1.partial", "settings.json.h.2.partial")
+    ]
+    for path in (left, begins):
+        path.touch()
+    assert run_upper(source, StepRun(tmp_path / "out", quiet=True)) is not None
+    assert begins.exists() and not left.exists()
+
+
 @pytest.fixture
 def source(tmp_path):
     folder = tmp_path / "source"
@@ -626,14 +637,14 @@ def test_ids_tell_files_of_one_name_apart(tmp_path):
 def test_files_that_are_not_read_are_named(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "there").mkdir()
-    for name in ["in/a.txt", "in/B.TXT", "in/c.json", "in/.hidden", "there/d.txt"]:
+    for name in ["in/a.txt", "in/B.TXT", "in/c.json", "in/.hidden", "in/.e.txt", "there/d.txt"]:
         (tmp_path / name).write_text("text")
     (tmp_path / "in" / "link").symlink_to(tmp_path / "there")
     (tmp_path / "in" / "gone.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "there" / "back").symlink_to(tmp_path / "in")
     found = [str(path.relative_to(tmp_path)) for _, path in find_files([tmp_path / "in"], [".txt"])]
     assert found == ["in/B.TXT", "in/a.txt", "in/link/d.txt"]
-    assert left_out([tmp_path / "in"], [".txt"]) == [f"not read in {tmp_path / 'in'}: c.json, gone.txt"]
+    assert left_out([tmp_path / "in"], [".txt"]) == [f"not read in {tmp_path / 'in'}: c.json, gone.txt, .e.txt"]
 
 
 def test_a_long_path_gets_a_name_that_fits(tmp_path):

@@ -152,6 +152,14 @@ def test_files_that_are_none(folder, tokenizer, tmp_path):
     merges.write_text("#version\nq x\n")
     with pytest.raises(UserError, match=r"merges q and x, but .* has no piece qx"):
         given_byte_level(folder / "encoder.json", merges)
+    whole = (folder / "vocab.bpe").read_text().splitlines(keepends=True)
+    merges.write_text("".join(whole[: len(whole) // 2]))
+    bad.write_text(json.dumps(ids))
+    for load in (lambda: given_byte_level(bad, merges), lambda: Tokenizer(tokenizer.vocabulary, bad)):
+        with pytest.raises(
+            UserError, match=r"vocab.bpe has merges for \d+ pieces, but none for \d+ others of .* cut off"
+        ):
+            load()
     bad.write_text(json.dumps({**ids, "zz": 5000}))
     with pytest.raises(UserError, match=r"ids are not 0 to"):
         given_byte_level(bad, folder / "vocab.bpe")

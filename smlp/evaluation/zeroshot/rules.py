@@ -65,10 +65,10 @@ def _suffix(texts: Sequence[ScoredText]) -> list[float]:
     return [float(text.since(len(text.tokens) - shared).sum()) for text in texts]
 
 
-#: ``sum``: of the whole text, less the beginning that all share, which adds the same to each. ``mean``: over tokens
-#: after that beginning. ``suffix``: sum over the end that they share. ``continuation``: sum of the continuation.
-#: ``tokens``: the same per token. ``chars``: the same per character of the candidate. ``unconditional``: the same, less
-#: the candidate's log-probability without its context
+#: ``sum``: of the whole text, less a context that all share, which adds the same to each. ``mean``: over tokens after
+#: the beginning that all share. ``suffix``: sum over the end that they share. ``continuation``: sum of the
+#: continuation. ``tokens``: the same per token. ``chars``: the same per character of the candidate. ``unconditional``:
+#: the same, less the candidate's log-probability without its context
 RULES: dict[str, Callable[[Sequence[ScoredText]], list[float]]] = {
     "sum": _sum,
     "mean": _mean,
