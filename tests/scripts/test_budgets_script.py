@@ -50,7 +50,7 @@ def test_each_model_after_each_budget(run, tmp_path, capsys):
         sum(2 ** (8 - UPDATES / 10 - 0.1 + 0.01 * seed) * math.exp(-0.05) for seed in (1, 2, 3)) / 3
     )
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "| model | parameters (M) | 0.02 M tokens | 0.04 M tokens |"
+    assert printed[0] == "| model | parameters (M) | 20,480 tokens | 40,960 tokens |"
     assert next(line for line in printed if "Switch" in line).split(" | ")[2] == "–", "the small one has no Switch"
     assert printed[-1] == "| learning rate | | 0.002 | 0.002 |" and {row["lr"] for row in rows} == {"0.002"}
     assert all((tmp_path / "out" / f"budgets.{ending}").stat().st_size > 5000 for ending in ("png", "svg"))
