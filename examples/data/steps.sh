@@ -124,16 +124,15 @@ get() { step fetch "$@" --out "$out/fetched" --delete-downloads --compress zst; 
 
 # folders SOURCES...: sets found to the folders that 'get' writes; the step itself tells their names
 folders() {
-    local plan names name
+    local names name
     found=()
     [ "$#" -gt 0 ] || return 0
-    plan="$(mktemp)"
-    # It also exits with 1 if the disk is too small, which 'get' reports; there is no plan if a source is wrong.
-    "$SMLP" data fetch "$@" --out "$out/fetched" --dry-run --json "$plan" >/dev/null || [ -s "$plan" ]
-    names="$(python3 -c 'import json, sys
-for row in json.load(open(sys.argv[1]))["sources"]:
-    print(row["name"])' "$plan")"
-    rm -f "$plan"
+    # fetch also exits with 1 if the disk is too small, which 'get' reports; there is no plan if a source is wrong
+    names="$({ "$SMLP" data fetch "$@" --out "$out/fetched" --dry-run --json /dev/fd/3 3>&1 >/dev/null || true; } |
+        python3 -c 'import json, sys
+plan = sys.stdin.read() or sys.exit(1)
+for row in json.loads(plan)["sources"]:
+    print(row["name"])')"
     while read -r name; do found+=("$out/fetched/$name"); done <<<"$names"
 }
 
@@ -156,22 +155,31 @@ learn_tokenizer() {
 
 # rehearse RECIPE ESTIMATE_OPTIONS... -- SOURCES...: the dry run
 rehearse() {
-    local recipe="$1" options=() folder page status=0
+    local recipe="$1" options=() status=0
     shift
     while [ "$1" != -- ]; do
         options+=("$1")
         shift
     done
     shift
-    folder="$(mktemp -d)"
+    folder="$(mktemp -d)" # not local: the trap needs it when an error has left the function
     trap 'rm -rf "$folder"' EXIT
     "$SMLP" data fetch "$@" --out "$out/fetched" --dry-run --delete-downloads --compress zst --json "$folder/plan.json" ||
         status=1
+    [ -s "$folder/plan.json" ] || exit 1 # a source is wrong
     python3 "$HERE/estimate.py" "$folder/plan.json" --workers $((workers * ${tasks:-1})) --price "${PRICE:-0.04}" \
         "${options[@]}"
-    echo "rehearsal of all steps on this project's documentation:"
+    echo "rehearsal of all steps on the documentation in this project's code:"
     mkdir "$folder/text"
-    for page in "$HERE"/../../docs/*.md; do cp "$page" "$folder/text/$(basename "$page" .md).txt"; done
+    python3 - "$("$SMLP" user-dir)" "$folder/text" <<'END'
+import ast, pathlib, sys
+KINDS = ast.Module, ast.ClassDef, ast.FunctionDef
+package, out = map(pathlib.Path, sys.argv[1:])
+for file in package.rglob("*.py"):
+    nodes = [node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, KINDS)]
+    texts = [text for node in nodes if (text := ast.get_docstring(node))]
+    (out / f"{'-'.join(file.relative_to(package).with_suffix('').parts)}.txt").write_text("\n".join(texts))
+END
     if REHEARSAL=1 bash "$HERE/$recipe.sh" "$folder/out" --workers 2 --source "$folder/text" >"$folder/log" 2>&1; then
         echo "  all steps work"
     else

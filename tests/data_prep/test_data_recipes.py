@@ -37,9 +37,9 @@ wc -l <"$JOBS"
 """
 
 
-def recipe(name, *words, **environment):
+def recipe(name, *words, recipes=RECIPES, **environment):
     return subprocess.run(
-        ["bash", RECIPES / f"{name}.sh", *map(str, words)],
+        ["bash", recipes / f"{name}.sh", *map(str, words)],
         env={**as_user(), **environment},
         capture_output=True,
         text=True,
@@ -67,7 +67,7 @@ def text(tmp_path_factory):
 
 # Does only what is no work: says what there is to fetch, and that a step is done.
 ONLY_PLANS = """#!/usr/bin/env bash
-case " $* " in *" --dry-run "*) exec smlp "$@" ;; esac
+case " $* " in *" --dry-run "* | " user-dir ") exec smlp "$@" ;; esac
 echo "$2" >>"$STEPS"
 """
 
@@ -82,16 +82,23 @@ def test_a_dry_run_estimates_and_rehearses_all_steps(text, tmp_path):
 
 @pytest.mark.slow
 def test_a_dry_run_of_the_other_recipe(text, tmp_path):
-    """Its estimate, and which steps it rehearses; that they work is tested with the job arrays."""
+    """Its estimate, and which steps it rehearses, without a clone; that they work is tested with the job arrays."""
+    recipes = shutil.copytree(RECIPES, tmp_path / "examples" / "data")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     (tmp_path / "smlp").write_text(ONLY_PLANS)
     (tmp_path / "smlp").chmod(0o755)
-    steps = {"SMLP": str(tmp_path / "smlp"), "STEPS": str(tmp_path / "steps")}
-    done = recipe("roberta_tenth", tmp_path / "out", "--dry-run", "--source", text, "--workers", "2", **steps)
+    steps = {"SMLP": str(tmp_path / "smlp"), "STEPS": str(tmp_path / "steps"), "TMPDIR": str(temporary)}
+    words = (tmp_path / "out", "--dry-run", "--workers", "2")
+    done = recipe("roberta_tenth", *words, "--source", text, recipes=recipes, **steps)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all steps work" in done.stdout and "core hours" in done.stdout
     assert not (tmp_path / "out").exists()
     steps = (tmp_path / "steps").read_text().split()
     assert steps == ["fetch", "sample", "clean", "dedup", "sample", "tokenizer", "binarize", "inspect"]
+    done = recipe("roberta_tenth", *words, "--source", "nope", recipes=recipes, TMPDIR=str(temporary))
+    assert done.returncode == 1 and "there is no source, file or folder 'nope'" in done.stderr.splitlines()[-1]
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.slow
