@@ -61,7 +61,7 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
         if place.is_file():
             files = [place]
         elif place.is_dir():
-            files = [path for path in _walk(place) if _is_wanted(path, suffixes)]
+            files = [path for path in _walk(place)[0] if _is_wanted(path, suffixes)]
             if not files:
                 kinds = ", ".join(suffixes)
                 raise UserError(f"{place} holds no file that ends in {kinds} (plain or {', '.join(COMPRESSIONS)})")
@@ -98,11 +98,11 @@ def left_out(inputs: Sequence[Path], suffixes: Iterable[str], read: Iterable[Pat
     for place in inputs:
         if not place.is_dir():
             continue
-        files = _walk(place)
+        files, hidden = _walk(place)
         lines += [f"{folder} is not finished: some of its files are missing" for folder, _ in _unfinished(files)]
         known = set(read) if read is not None else {path for path in files if _is_wanted(path, tuple(suffixes))}
         others = [path for path in files if path not in known and path.name != MANIFEST]
-        others += [path for path in _walk(place, hidden=True) if _is_wanted(path, tuple(suffixes))]
+        others += [path for path in hidden if _is_wanted(path, tuple(suffixes))]
         if others:
             shown = ", ".join(str(path.relative_to(place)) for path in others[:_SHOWN])
             more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
@@ -110,8 +110,8 @@ def left_out(inputs: Sequence[Path], suffixes: Iterable[str], read: Iterable[Pat
     return lines
 
 
-def _walk(place: Path, hidden: bool = False) -> list[Path]:
-    """Return all files below a folder, links followed, sorted: those whose names begin with a dot, or the others.
+def _walk(place: Path) -> tuple[list[Path], list[Path]]:
+    """Return all files below a folder, links followed, sorted: visible ones, and those whose names begin with a dot.
 
     Folders with such names are skipped.
     """
@@ -128,10 +128,10 @@ def _walk(place: Path, hidden: bool = False) -> list[Path]:
             continue
         seen.add(real)
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        files += [
-            Path(folder) / name for name in names if name.startswith(".") == hidden and not name.endswith(PARTIAL)
-        ]
-    return sorted(files)
+        files += [Path(folder) / name for name in names if not name.endswith(PARTIAL)]
+    files.sort()
+    hidden = [path for path in files if path.name.startswith(".")]
+    return [path for path in files if not path.name.startswith(".")], hidden
 
 
 def _is_wanted(path: Path, suffixes: tuple[str, ...]) -> bool:

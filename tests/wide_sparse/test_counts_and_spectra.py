@@ -45,7 +45,8 @@ def test_equation_14_gives_the_sizes_of_the_paper(omega):
 def test_widths():
     widths = {0.1: 540, 0.3: 612, 0.5: 724, 0.7: 935, 0.9: 1619}  # section C.4, by the share of masked weights
     for masked, width in widths.items():
-        assert counts.masked_connections(width, 1 - masked) == pytest.approx(2**18, rel=0.003)
+        below, above = (counts.masked_connections(width + step, 1 - masked) for step in (-1, 1))
+        assert below < 2**18 < above, "within 1 of the paper's width"
     sides, width = counts.widest(2**19, 2)
     assert (sides, width) == pytest.approx((64, 4096))
     assert counts.mixer_connections(sides, sides, 2) == pytest.approx(2**19)
