@@ -71,11 +71,15 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
             if step != "fetch":  # some of its files may remain unavailable
                 raise UserError(f"{folder} is not finished: run 'smlp data {step}' again")
         found += [(place, path) for path in files]
-    seen: dict[Path, Path] = {}
+    seen: dict[Path, tuple[Path, Path]] = {}
     for place, path in found:
-        if path.resolve() in seen:
-            raise UserError(f"{path} is read twice, by {seen[path.resolve()]} and by {place}: name it once")
-        seen[path.resolve()] = place
+        real = path.resolve()
+        if real in seen:
+            before, same = seen[real]
+            if same != path and before == place:
+                raise UserError(f"{same} and {path} are one file, which would be read twice: remove the link")
+            raise UserError(f"{path} is read twice, by {before} and by {place}: name it once")
+        seen[real] = place, path
     return found
 
 

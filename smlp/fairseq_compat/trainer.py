@@ -180,6 +180,17 @@ class SparseTrainer(Trainer):
         self.train_iterator = super().get_train_iterator(*args, **kw)
         return self.train_iterator
 
+    def get_valid_iterator(self, subset: str, disable_iterator_cache: bool = False) -> Any:
+        """Keep the position in the data if a run is validated on the text that it is trained on.
+
+        fairseq keeps one iterator for each dataset, so that validation moved that of training, to the next epoch.
+        """
+        is_trained_on = subset == self.cfg.dataset.train_subset
+        iterator = super().get_valid_iterator(subset, disable_iterator_cache or is_trained_on)
+        if is_trained_on:
+            self.task.dataset(subset).set_epoch(self.train_iterator.epoch)
+        return iterator
+
     def train_step(self, samples: list, raise_oom: bool = False) -> Any:
         """Do one update: forward and backward pass of all micro-batches, sums over ranks, optimizer, log.
 

@@ -42,9 +42,10 @@ def run_case(shards, folder, name, *options, break_mode="none"):
     """Three epochs: the first shard, the second, the first again."""
     tiny = [*TINY_LM]
     tiny[tiny.index("--tokens-per-sample") + 1] = str(BLOCK)
+    validated = [] if "--valid-subset" in options else ["--disable-validation"]
     args = [
         *(shards, "--user-dir", USER_DIR, *tiny, "--batch-size", "3", "--update-freq", "2", "--max-epoch", "3"),
-        *("--sample-break-mode", break_mode, "--disable-validation", "--save-dir", folder / name, *options),
+        *("--sample-break-mode", break_mode, *validated, "--save-dir", folder / name, *options),
     ]
     return {"tool": "train", "args": args, "samples": str(folder / f"{name}.json")}
 
@@ -62,10 +63,13 @@ def runs(shards, tmp_path_factory, run_fairseq_many):
     """Sequences of every update: in one go, with workers that load, and stopped in the middle of the second shard."""
     folder = tmp_path_factory.mktemp("runs")
     through = ("--batch-size-valid", "3")
+    first = shards.partition(":")[0]
     cases = [
         run_case(shards, folder, "whole"),
         run_case(shards, folder, "two-workers", "--num-workers", "2"),
         run_case(shards, folder, "document", break_mode="complete_doc"),
+        run_case(first, folder, "one-shard"),
+        run_case(first, folder, "validated", "--valid-subset", "train,valid", "--validate-interval-updates", "4"),
         run_case(shards, folder, "stopped", "--max-update", "9", *through),
     ]
     for run in run_fairseq_many(cases, timeout=200):
@@ -73,7 +77,8 @@ def runs(shards, tmp_path_factory, run_fairseq_many):
     (folder / "stopped.json").rename(folder / "before.json")
     (resumed,) = run_fairseq_many([run_case(shards, folder, "stopped", *through)])
     assert resumed.rc == 0, resumed.stderr
-    return {name: samples_of(folder, name) for name in ("whole", "two-workers", "document", "before", "stopped")}
+    names = ("whole", "two-workers", "document", "one-shard", "validated", "before", "stopped")
+    return {name: samples_of(folder, name) for name in names}
 
 
 def test_every_block_comes_once_in_an_epoch_in_an_order_of_its_own(runs):
@@ -88,6 +93,10 @@ def test_every_block_comes_once_in_an_epoch_in_an_order_of_its_own(runs):
 
 def test_the_order_does_not_depend_on_the_workers(runs):
     assert runs["two-workers"] == runs["whole"]
+
+
+def test_validation_on_the_training_text_does_not_move_its_position(runs):
+    assert runs["validated"] == runs["one-shard"]
 
 
 def test_a_stop_in_the_middle_of_a_shard_repeats_and_skips_nothing(runs):
