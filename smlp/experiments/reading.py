@@ -65,9 +65,13 @@ def read_experiment(path: Path, is_quick: bool = False) -> Experiment:
     Raises:
         UserError: something in it is wrong; one sentence names the file, the value and what it may be.
     """
+    experiment = _experiment(path, settings_of(path, is_quick))
     if not is_quick and "quick" in read_yaml(path):
-        _experiment(path, settings_of(path, is_quick=True))  # finds mistakes before they are needed
-    return replace(_experiment(path, settings_of(path, is_quick)), is_quick=is_quick)
+        try:  # finds mistakes before they are needed
+            _experiment(path, settings_of(path, is_quick=True))
+        except UserError as error:
+            raise UserError(f"{error} (with the changes in its section quick)") from error
+    return replace(experiment, is_quick=is_quick)
 
 
 def settings_of(path: Path, is_quick: bool) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
                     "a sequence that ends in padding cannot be continued: pad on the left (padding_side='left')"
                 )
         elif use_cache is None and not self.training and labels is None:
-            wants_cache = self.config.use_cache
+            wants_cache = self.config.use_cache and not self.core.config.is_leaky
         aux_losses: dict[str, Tensor] = {}
         if wants_cache:
             if past_key_values is None:  # a cache has a length, which may be zero

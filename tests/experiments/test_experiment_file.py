@@ -131,6 +131,7 @@ MISTAKES = {
     "empty name": (FILE + "  '': {arch: smlp_tiny}\n", "models: the name '' is empty"),
     "same folder": (FILE + "  sMLP_E 4: {arch: smlp_tiny}\n", r"'sMLP E=4' and 'sMLP_E 4' would share the folder"),
     "quick": (FILE + "quick: {seed: [1]}\n", r"seed is unknown; did you mean 'seeds'\?"),
+    "quick budget": (FILE + "quick: {tokens: 9}\n", r"tokens is 9, .* \(with the changes in its section quick\)$"),
     "quick list": (FILE + "quick: [1]\n", r"quick must be names with values, got a list"),
     "grid": (FILE + "tune: {updates: 10}\n", r"tune needs one option .*; it has no option"),
     "grid of two": (FILE + TUNE.replace("updates", "clip_norm: [1, 2], updates"), r"it has lr, clip_norm"),

@@ -185,8 +185,10 @@ def test_what_cannot_be_done_is_refused(plain, options, words):
 def test_what_a_model_cannot_write_is_refused(plain):
     with pytest.raises(ValueError, match="needs at least 4: its first ones only choose experts"):
         wrapped(make("partial")).generate(random_tokens(1, 3), **WRITE)
+    leaky, tokens = wrapped(make("partial", feature_routing="leaky")), random_tokens(1, 5)
     with pytest.raises(ValueError, match="leaky reads the tokens that it predicts"):
-        wrapped(make("partial", feature_routing="leaky")).generate(random_tokens(1, 5), **WRITE)
+        leaky.generate(tokens, **WRITE)
+    assert torch.equal(leaky(tokens).logits, leaky.core(tokens).logits)
     with pytest.raises(ValueError, match="cannot change its vocabulary from 40 to 50"):
         plain.resize_token_embeddings(50)
     with pytest.raises(smlp.UserError, match="of 13 tokens is longer than the model's context of max_tokens=12"):
