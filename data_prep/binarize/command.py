@@ -23,6 +23,7 @@ from data_prep.flow.options import (
     add_reading_options,
     add_run_options,
     add_tokenizer_option,
+    check_apart,
     reading_of,
     reading_settings,
     run_of,
@@ -138,6 +139,7 @@ def _inputs_of_splits(args: argparse.Namespace, suffixes: tuple[str, ...]) -> di
     if not found["train"]:
         kinds = ", ".join(suffixes)
         raise UserError(f"--in {args.sample} holds no folder or file train with text (files end in {kinds})")
+    check_apart(args.out, [place for inputs in found.values() for place in inputs])
     return {split: inputs for split, inputs in found.items() if inputs}
 
 

@@ -98,7 +98,10 @@ def target_config(dense: Checkpoint, arch: str, overrides: Mapping[str, Any]) ->
     numbers = _layer_numbers(dense, arch, goal, overrides)
     # also keep settings that a plug-in's blocks define
     kept = {name: value for name, value in flatten(own).items() if name in _FROM_DENSE or name not in SETTINGS}
-    config = unflatten({**flatten(goal), **kept, **overrides, **numbers})
+    try:
+        config = unflatten({**flatten(goal), **kept, **overrides, **numbers})
+    except UserError as error:
+        raise UserError(f"{dense.path} cannot become a {arch}: {error}") from error
     if config.has_feature_moe and config.feature_experts == "additive":
         raise UserError(
             "feature_experts=additive adds a block's features to its output whatever its weights are, so that a new "

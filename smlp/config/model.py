@@ -251,9 +251,10 @@ class ModelConfig(MoEConfig):
             f"direction=bidirectional is for dense models, but num_sparse_layers={self.num_sparse_layers}",
         )
         for kind in self.block_kinds:
+            sparse = "sparse " if self.num_sparse_layers and kind is SPARSE_BLOCKS[self.sparse_block] else ""
             require(
                 self.layer_norm == "before" or kind.can_norm_after,
-                f"layer_norm=after is for Transformer blocks without experts, not for {kind.name} blocks",
+                f"layer_norm=after is for dense transformer blocks, not for {sparse}{kind.name} blocks",
             )
         for name, _ in self.extra:
             require(name in own_fields(), f"unknown model setting {name!r} in extra")

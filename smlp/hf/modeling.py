@@ -315,10 +315,15 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
                 )
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
-    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> GenerationConfig:
+    def _prepare_generated_length(self, *args: Any, input_ids_length: int, **kwargs: Any) -> GenerationConfig:
         """Limit texts to the context: pipelines ask for 256 tokens by default."""
-        generation_config = super()._prepare_generated_length(*args, **kwargs)
         most = self.core.config.max_tokens + 1  # the last token is not read
+        if input_ids_length >= most:
+            raise ValueError(
+                f"a prompt of {input_ids_length} tokens (start symbol included) is longer than the model's context of "
+                f"{most - 1} tokens"
+            )
+        generation_config = super()._prepare_generated_length(*args, input_ids_length=input_ids_length, **kwargs)
         if generation_config.max_length > most:
             logger.warning_once(f"texts end at the end of the model's context of {most - 1} tokens")
             generation_config.max_length = most

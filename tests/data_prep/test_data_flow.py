@@ -205,6 +205,9 @@ def test_parts_have_names_of_their_own(tmp_path):
     assert [part.name for part in parts] == ["x--a", "x--a+2", "y--a", "y--removed", "z--a b", "z--a b+2"]
     with pytest.raises(UserError, match="read twice"):
         find_files([tmp_path, tmp_path / "x" / "a.txt"], [".txt"])
+    (tmp_path / "x" / "link.txt").symlink_to("a.txt")
+    with pytest.raises(UserError, match=r"x/a\.txt and \S+/x/link\.txt are one file, .*: remove the link"):
+        find_files([tmp_path / "x"], [".txt"])
     with pytest.raises(UserError, match=r"holds no file that ends in \.parquet"):
         find_files([tmp_path], [".parquet"])
     with pytest.raises(UserError, match="no file or folder"):

@@ -193,6 +193,8 @@ def test_what_a_model_cannot_write_is_refused(plain):
         plain.resize_token_embeddings(50)
     with pytest.raises(smlp.UserError, match="of 13 tokens is longer than the model's context of max_tokens=12"):
         plain(random_tokens(1, 13))
+    with pytest.raises(ValueError, match=r"a prompt of 13 tokens .* is longer than the model's context of 12 tokens"):
+        plain.generate(random_tokens(1, 13), max_new_tokens=1)
 
 
 def test_texts_end_where_the_context_does(plain):

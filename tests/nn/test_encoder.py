@@ -245,8 +245,8 @@ def test_what_each_model_refuses():
         Encoder(decoder)
     for arch, own, sentence in (
         ("smlp_tiny", {"direction": "bidirectional"}, "direction=bidirectional is for dense models, but num_sparse"),
-        ("gmlp_lm_tiny", {"layer_norm": "after"}, "layer_norm=after is for Transformer blocks"),
-        ("switch_lm_tiny", {"layer_norm": "after"}, "layer_norm=after is for Transformer blocks"),
+        ("gmlp_lm_tiny", {"layer_norm": "after"}, "is for dense transformer blocks, not for gmlp blocks"),
+        ("switch_lm_tiny", {"layer_norm": "after"}, "is for dense transformer blocks, not for sparse transformer"),
         ("dense_lm_tiny", {"dense_block": "mixer"}, "they need direction=bidirectional"),
         ("gmlp_lm_tiny", {"gmlp_attention_dim": -1}, "gmlp_attention_dim must not be negative, got -1"),
         ("mixer_mlm_tiny", {"mixer_token_dim": 0}, "mixer_token_dim must be at least 1, got 0"),
