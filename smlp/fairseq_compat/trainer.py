@@ -85,6 +85,8 @@ class SparseTrainer(Trainer):
         #: set on rank 0 while the ranks save together
         self.expert_saving: ExpertSaving | None = None
         self.train_iterator: Any = None
+        #: batches for validation on the text of training
+        self._on_training_text: Any = None
         #: whether any rank had been asked to stop at the last reduction over ranks
         self.stop_agreed = False
         #: constants of the optimizer by the command line
@@ -185,11 +187,13 @@ class SparseTrainer(Trainer):
 
         fairseq keeps one iterator for each dataset, so that validation moved that of training, to the next epoch.
         """
-        is_trained_on = subset == self.cfg.dataset.train_subset
-        iterator = super().get_valid_iterator(subset, disable_iterator_cache or is_trained_on)
-        if is_trained_on:
-            self.task.dataset(subset).set_epoch(self.train_iterator.epoch)
-        return iterator
+        if subset != self.cfg.dataset.train_subset:
+            return super().get_valid_iterator(subset, disable_iterator_cache)
+        dataset = self.task.dataset(subset)
+        if self._on_training_text is None or self._on_training_text.dataset is not dataset:
+            self._on_training_text = super().get_valid_iterator(subset, disable_iterator_cache=True)
+            dataset.set_epoch(self.train_iterator.epoch)
+        return self._on_training_text
 
     def train_step(self, samples: list, raise_oom: bool = False) -> Any:
         """Do one update: forward and backward pass of all micro-batches, sums over ranks, optimizer, log.
