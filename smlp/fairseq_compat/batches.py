@@ -32,6 +32,9 @@ def apply() -> None:
     A run keeps the batches that it has made for its first epoch, and draws only their order anew for each epoch; but a
     run that is resumed in a later epoch made others, drawn with that epoch's number. It now makes those of the first.
 
+    ``--curriculum N`` leaves the batches of N epochs in their order. One data loader serves all epochs, and fairseq
+    told it only once whether to shuffle: later epochs were not shuffled either, unless a run was resumed.
+
     A rank that has fewer batches than others repeats an old one, to keep the ranks together. fairseq decides by the
     last batch of an update whether the whole update counts; here only the repeated batches do not count.
 
@@ -48,6 +51,7 @@ def apply() -> None:
     leave_out = FairseqTask.filter_indices_by_size
     micro_batch, validate = FairseqTask.train_step, FairseqTask.valid_step
     iterator_state, load_iterator_state = EpochBatchIterator.state_dict, EpochBatchIterator.load_state_dict
+    begin_epoch = EpochBatchIterator._get_iterator_for_epoch
 
     @functools.wraps(cut)
     def batch_by_size(indices: Any, *rest: Any, fixed_shapes: Any = None, **kw: Any) -> Any:
@@ -102,6 +106,12 @@ def apply() -> None:
         dataset.set_epoch(epoch)
         return iterator
 
+    @functools.wraps(begin_epoch)
+    def get_iterator_for_epoch(self: EpochBatchIterator, epoch: int, shuffle: bool, *rest: Any, **kw: Any) -> Any:
+        if self.dataloader is not None:
+            self.epoch_batch_sampler.shuffle = shuffle
+        return begin_epoch(self, epoch, shuffle, *rest, **kw)
+
     @functools.wraps(micro_batch)
     def train_step(self: FairseqTask, *args: Any, ignore_grad: bool = False, **kw: Any) -> Any:
         loss, sample_size, logging_output = micro_batch(self, *args, ignore_grad=ignore_grad, **kw)
@@ -136,6 +146,7 @@ def apply() -> None:
     data_utils.batch_by_size = batch_by_size
     FairseqTask.get_batch_iterator = get_batch_iterator
     FairseqTask.filter_indices_by_size = filter_indices_by_size
+    EpochBatchIterator._get_iterator_for_epoch = get_iterator_for_epoch
     FairseqTask.train_step = train_step
     FairseqTask.valid_step = valid_step
     EpochBatchIterator.state_dict = state_dict

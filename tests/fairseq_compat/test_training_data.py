@@ -69,6 +69,7 @@ def runs(shards, tmp_path_factory, run_fairseq_many):
         run_case(shards, folder, "two-workers", "--num-workers", "2"),
         run_case(shards, folder, "document", break_mode="complete_doc"),
         run_case(first, folder, "one-shard"),
+        run_case(first, folder, "curriculum", "--curriculum", "1"),
         run_case(first, folder, "validated", "--valid-subset", "train,valid", "--validate-interval-updates", "4"),
         run_case(shards, folder, "stopped", "--max-update", "9", *through),
     ]
@@ -77,7 +78,7 @@ def runs(shards, tmp_path_factory, run_fairseq_many):
     (folder / "stopped.json").rename(folder / "before.json")
     (resumed,) = run_fairseq_many([run_case(shards, folder, "stopped", *through)])
     assert resumed.rc == 0, resumed.stderr
-    names = ("whole", "two-workers", "document", "one-shard", "validated", "before", "stopped")
+    names = ("whole", "two-workers", "document", "one-shard", "curriculum", "validated", "before", "stopped")
     return {name: samples_of(folder, name) for name in names}
 
 
@@ -97,6 +98,13 @@ def test_the_order_does_not_depend_on_the_workers(runs):
 
 def test_validation_on_the_training_text_does_not_move_its_position(runs):
     assert runs["validated"] == runs["one-shard"]
+
+
+def test_a_curriculum_leaves_one_epoch_in_order_and_no_other(runs):
+    updates = len(runs["one-shard"]) // 3
+    assert runs["curriculum"][updates:] == runs["one-shard"][updates:]
+    ordered, shuffled = (blocks(runs[name][:updates]) for name in ("curriculum", "one-shard"))
+    assert ordered != shuffled and sorted(ordered) == sorted(shuffled)
 
 
 def test_a_stop_in_the_middle_of_a_shard_repeats_and_skips_nothing(runs):
