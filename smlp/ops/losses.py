@@ -30,7 +30,7 @@ def token_losses(logits: Tensor, target: Tensor, ignored: int | None = None) -> 
     Returns:
         (...), float32 or float64.
     """
-    logits_NV, target_N = logits.flatten(0, -2), target.flatten()
+    logits_NV, target_N = logits.reshape(-1, logits.size(-1)), target.flatten()
     if loses_by_rows(logits_NV):
         losses_N = _TokenLosses.apply(logits_NV, target_N)
     else:

@@ -24,7 +24,7 @@ def expected_losses(logits, target, ignored=None):
 
 @pytest.mark.parametrize("at_a_time", [1, 14, 20, 1000])
 @pytest.mark.parametrize("ignored", [None, 3])
-@pytest.mark.parametrize("shape", [(11,), (2, 5), (1, 1)])
+@pytest.mark.parametrize("shape", [(11,), (2, 5), (1, 1), ()])
 def test_losses_and_gradients(shape, ignored, at_a_time, monkeypatch):
     monkeypatch.setattr(fast_paths, "LOGITS_AT_A_TIME", {"cpu": at_a_time})
     logits, target = drawn(*shape)
