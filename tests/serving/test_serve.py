@@ -175,6 +175,7 @@ REFUSED = {
     "a number": ({"prompt": 3}, "prompt", "prompt must be a text, ids, or a list"),
     "nothing": ({"prompt": []}, "prompt", "that is not empty"),
     "mixed": ({"prompt": ["w1", 2]}, "prompt", "must hold texts or lists of ids, got 2"),
+    "padding": ({"prompt": [5, 1, 6]}, "prompt", "prompt holds the id of padding, 1"),
     "a bool": ({"prompt": [5, True, 99]}, "prompt", "must hold ids, got True"),
     "unknown id": ({"prompt": [99]}, "prompt", "from 0 to 39, got 99"),
     "too long": ({"prompt": "w1 " * 16}, "prompt", "17 tokens (start symbol included), and the model's context has 16"),
