@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         if args.experts is not None:
             raise UserError("--experts is for --arch: a checkpoint has the experts that it was trained with")
         config, num_tokens = open_checkpoint(args.path).config, args.tokens
+        if num_tokens is not None and num_tokens > config.max_tokens:
+            raise UserError(f"--tokens is {num_tokens}, and {args.path} has a context of {config.max_tokens} tokens")
     else:
         given = {"max_tokens": args.tokens, "num_experts": args.experts}
         config = preset(args.arch, **{name: value for name, value in given.items() if value is not None})

@@ -291,7 +291,7 @@ def test_flops_command_shows_disagreement(monkeypatch, capsys):
     assert "DISAGREE" in capsys.readouterr().out
 
 
-def test_flops_of_a_checkpoint(tmp_path):
+def test_flops_of_a_checkpoint(tmp_path, capsys):
     """No dictionary, no data: the options and the size of the embedding are in the file."""
     config = preset("switch_lm_tiny", vocab_size=50, max_tokens=32, embed_dim=16, num_heads=2)
     options = {"_name": "switch_lm_tiny", "embed_dim": 16, "num_heads": 2, "tokens_per_sample": 32}
@@ -302,6 +302,8 @@ def test_flops_of_a_checkpoint(tmp_path):
     report = json.loads((tmp_path / "flops.json").read_text())
     assert report["flops"]["fvcore"] == forward_flops(config, 2, 20)
     assert report["params"]["total"] == parameters(config).total
+    assert flops_command("--path", tmp_path / "model.pt", "--tokens", 33) == 1
+    assert "--tokens is 33, and " in capsys.readouterr().err
     torch.save({"cfg": {"model": {"_name": "transformer_lm"}}, "model": {}}, tmp_path / "other.pt")
     assert flops_command("--path", tmp_path / "other.pt") == 1
 
