@@ -83,6 +83,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Encode, merge, write the manifest; return the exit status."""
+    if ":" in str(args.out):
+        raise UserError(f"--out {args.out} has a colon, at which fairseq-train would divide it: name another folder")
     splits = parts_of_splits(args)
     vocab_size = len(check_tokenizer(args.tokenizer, args.format))
     settings = _settings(args)

@@ -172,8 +172,8 @@ def check_lengths(lengths: numpy.ndarray, limit: int, may_leave_out: bool) -> No
         "lower --tokens-per-sample, or raise --max-tokens and --max-target-positions (of sentences, --shorten-method "
         "truncate)"
         if too_long == len(lengths)
-        else "--skip-invalid-size-inputs-valid-test leaves them out of validation, --sample-break-mode none cuts them "
-        "(of sentences, --shorten-method truncate)"
+        else "--skip-invalid-size-inputs-valid-test leaves them out of validation, --sample-break-mode none with a "
+        "--tokens-per-sample that is no larger cuts them (of sentences, --shorten-method truncate)"
     )
     raise UserError(
         f"{too_long:,} of {len(lengths):,} samples are longer than {limit} tokens, the longest has {lengths.max()}: "

@@ -61,7 +61,7 @@ def check_best_metric(trainer: Any) -> None:
 
 
 def check_tools(args: Any) -> None:
-    """Refuse options for missing tools that fairseq starts as soon as it has read the command line.
+    """Refuse options for tools that are missing or cannot do it, as soon as fairseq has read the command line.
 
     Args:
         args: the options of any of fairseq's tools.
@@ -73,6 +73,12 @@ def check_tools(args: Any) -> None:
 
     if getattr(args, "use_plasma_view", False) and not PYARROW_AVAILABLE:
         raise UserError("--use-plasma-view needs pyarrow.plasma, which current versions of pyarrow lack: leave it out")
+    post_process = getattr(args, "post_process", None)
+    if hasattr(args, "context_window") and post_process not in (None, "subword_nmt", "@@ "):  # of fairseq-eval-lm
+        raise UserError(
+            f"--post-process {post_process} is not for fairseq-eval-lm, which joins only @@ pieces: smlp eval-lm "
+            "counts words of any tokenizer"
+        )
     if getattr(args, "profile", False) and not torch.cuda.is_available():
         raise UserError("--profile is for nvprof and needs a GPU: --profile-updates N profiles N updates anywhere")
 

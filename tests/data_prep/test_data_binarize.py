@@ -335,6 +335,7 @@ def test_after_a_kill_the_same_shards_and_no_half_one(sample, tokenizer, tmp_pat
         (["--in", "sample", "--train", "sample"], "--in DIR or with --train"),
         ([], "--in DIR or with --train"),
         (["--in", "nothing"], "holds no folder or file train with text"),
+        (["--in", "sample", "--out", "x:y/bin"], "--out x:y/bin has a colon"),
         (["--in", "sample", "--out", "sample/train/bin"], "--out sample/train/bin lies in the input sample/train"),
         (["--train", "bad.txt", "--format", "lines"], "bad.txt is not UTF-8: byte 0xff at position 6"),
         (["--train", "cut.txt.gz", "--format", "lines"], "cut.txt.gz: "),

@@ -182,7 +182,7 @@ def test_without_words_there_are_tokens(out):
 def test_data_order_is_compared_and_its_digest_known(out):
     first = data_orders(read_results(out))[0]
     lines = "".join(f"{update} {1000 + update}\n" for update in range(1, UPDATES + 1))
-    assert first.agrees
+    assert first.agrees and "Runs with the same seed saw the same data" in tables(out)["quality-valid"].notes[0]
     assert set(first.digests.values()) == {hashlib.sha256(lines.encode()).hexdigest()}
     path = run_folder(out, "Switch", 1) / "data_order.jsonl"
     path.write_text(path.read_text().replace('"digest": 1017', '"digest": 7'))
@@ -194,6 +194,8 @@ def test_data_order_is_compared_and_its_digest_known(out):
     assert data_orders(read_results(out))[0].differs_at == 17
     verdict = tables(out)["data-order"].rows[0]["verdict"].value
     assert verdict == "**no**: Switch-s1 differs from gMLP-s1 from update 17 on"
+    (note, *_) = tables(out)["quality-valid"].notes
+    assert "not all runs with the same seed saw the same data" in note
 
 
 def test_grid_of_the_tuning(out):

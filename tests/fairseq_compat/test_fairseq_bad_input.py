@@ -428,6 +428,12 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
     "unknown arch": ("train", [*TRAIN, "--arch", "smlp_tyni"], None, ["smlp_tyni", "did you mean 'smlp_tiny'"]),
     "eval missing": ("eval_lm", ["--path", "{root}/none.pt"], None, ["none.pt", "directory holds"]),
     "eval truncated": ("eval_lm", ["--path", "{root}/truncated.pt"], None, ["truncated.pt", "bytes"]),
+    "eval post-process": (
+        "eval_lm",
+        ["--path", "{root}/none.pt", "--post-process", "sentencepiece"],
+        None,
+        ["--post-process sentencepiece is not for fairseq-eval-lm"],
+    ),
     "eval without path": ("eval_lm", [], None, ["--path"]),
     "eval with another dictionary": (
         "eval_lm",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from smlp.errors import UserError
 from smlp.evaluation.perplexity import of_nats
+from smlp.experiments.report.details import data_orders
 from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.table import (
     EMPTY,
@@ -191,10 +192,13 @@ def quality_table(results: Results, subset: str, compared_with: Sequence[Model])
 
 
 def _notes(results: Results, subset: str) -> list[str]:
-    notes = [
-        "± and brackets are 95 % intervals (Student's t) over seeds. Runs with the same seed saw the same data, so the "
-        'columns "against" compare seed by seed; judge differences between models by these.'
-    ]
+    paired = (
+        'Runs with the same seed saw the same data, so the columns "against" compare seed by seed; judge differences '
+        "between models by these."
+    )
+    if not all(one.agrees for one in data_orders(results)):
+        paired = 'The columns "against" compare seed by seed, but not all runs with the same seed saw the same data.'
+    notes = [f"± and brackets are 95 % intervals (Student's t) over seeds. {paired}"]
     if results.has_prefix:
         positions = max(model.config.prefix_tokens for model in results.models)
         names = [model.name for model in results.models if model.config.prefix_tokens]
