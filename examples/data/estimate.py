@@ -2,7 +2,7 @@
 
     python examples/data/estimate.py plan.json --workers 16 [--fraction 0.1] [--part cc-news=0.1] [--price 0.04]
 
-Rates are those of one slow core (docs/data.md says how they were measured); most are two to three times as fast.
+Rates are those of one slow core ('smlp data' prints yours); most cores are two to three times as fast.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes, of all tasks together")
     parser.add_argument("--fraction", type=float, default=1.0, help="of the documents that is worked on")
     parser.add_argument(
-        "--part", default="", metavar="SOURCE=F", help="of a source, the part that is fetched and whole"
+        "--part", default="", metavar="SOURCE=F", help="fetch only the share F of a source, and use all of it"
     )
-    parser.add_argument("--price", type=float, default=0.04, help="of a core hour")
+    parser.add_argument("--price", type=float, default=0.04, help="price of a core hour")
     parser.add_argument("--link", type=float, default=50.0, help="megabytes a second of the network")
     options = parser.parse_args()
     sources = json.loads(options.plan.read_text())["sources"]

@@ -3,7 +3,7 @@
     export SMLP_PLUGINS=examples/extend/conv_block.py
     smlp train data-bin --arch conv_lm_tiny --conv-width 8
 
-docs/extending.md walks through it. Letters: B sequences, n new tokens, m all tokens up to now, H features, K width.
+docs/extending.md explains the interfaces. Letters: B sequences, n new tokens, m all tokens up to now, H features, K width.
 """
 
 from collections.abc import Iterable
@@ -79,7 +79,7 @@ def convolution_costs(config: ModelConfig, layer: int) -> Component:
 
 @register_dense_block("conv")
 class Conv(BlockKind):
-    """What the package has to know of the dense block."""
+    """What the package needs to know about the dense block."""
 
     settings = ConvSettings
 
@@ -92,7 +92,7 @@ class Conv(BlockKind):
 
 @register_sparse_block("conv")
 class SparseConv(SparseBlockKind):
-    """And of the sparse one: the convolution, then experts of tokens, with any router."""
+    """The sparse block: the convolution, then experts of tokens, with any router."""
 
     settings = ConvSettings
 

@@ -3,7 +3,7 @@
     export SMLP_PLUGINS=examples/extend/cosine_router.py
     smlp train data-bin --arch cosine_lm_tiny --cosine-temperature 0.2
 
-docs/extending.md walks through it. Letters: N tokens, H features, E experts, A assignments of tokens to experts.
+docs/extending.md explains the interfaces. Letters: N tokens, H features, E experts, A assignments of tokens to experts.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class CosineRouter(nn.Module):
     def __init__(self, embed_dim: int, num_experts: int, settings: CosineSettings) -> None:
         super().__init__()
         self.settings = settings
-        # Of all experts, on every rank: from the same random numbers, so that all ranks have the same.
+        # Every rank holds the directions of all experts, drawn from the same random numbers.
         self.directions = nn.Parameter(torch.empty(num_experts, embed_dim))
         if not self.directions.is_meta:  # costs are counted on a model without numbers
             nn.init.normal_(self.directions)
@@ -78,7 +78,7 @@ class CosineRouter(nn.Module):
 
 @register_router("cosine")
 class Cosine(RouterKind):
-    """What the package has to know of it, to build it and to count what it costs."""
+    """What the package needs to know to build the router and to count its cost."""
 
     settings = CosineSettings
 

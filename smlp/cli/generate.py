@@ -30,7 +30,7 @@ A single text is written to standard output while it is generated; several texts
 for a line end. --output also records ids, log-probabilities and why each text ended. Beam search finds the same texts
 as fairseq-generate.
 """
-DEFAULT_TOKENS = 60
+DEFAULT_TOKENS = 50  # as in Python
 DEFAULT_BATCH = 16
 #: options that are passed on by name if given
 SETTINGS = ("greedy", "temperature", "top_k", "top_p", "repetition_penalty", "seed", "beam", "length_penalty")
