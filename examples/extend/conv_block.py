@@ -3,7 +3,8 @@
     export SMLP_PLUGINS=examples/extend/conv_block.py
     smlp train data-bin --arch conv_lm_tiny --conv-width 8
 
-docs/extending.md explains the interfaces. Letters: B sequences, n new tokens, m all tokens up to now, H features, K width.
+docs/extending.md explains the interfaces. Letters: B sequences, n new tokens, m all tokens up to now, H features,
+K width.
 """
 
 from collections.abc import Iterable

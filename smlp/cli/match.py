@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def _match(family: str, target: float, vary: str, size: str, shared: dict[str, Any]) -> dict[str, Any]:
     """Find and print the settings of a family; a family that cannot be built does not match."""
     from smlp.costs.formula import parameters
-    from smlp.costs.match import TOLERANCE, match
+    from smlp.costs.match import SHARE_RANGE, TOLERANCE, match
     from smlp.errors import UserError
 
     try:
@@ -89,11 +89,17 @@ def _match(family: str, target: float, vary: str, size: str, shared: dict[str, A
         f"{family:<14}{found.flops_per_token / 1e6:>12.3f}{found.difference:>+12.3%}"
         f"{millions[0]:>13.3f}{millions[1]:>10.3f}{millions[2]:>12.3f}"
     )
+    moved = []
+    if found.width_moved:
+        moved.append(f"feed-forward width {config.ffn_dim} instead of {found.start.ffn_dim}")
+    if found.share_moved > SHARE_RANGE:
+        now, before = (f"{one.num_sparse_layers} of {one.num_layers}" for one in (config, found.start))
+        moved.append(f"{now} layers are sparse instead of {before}")
     note = ""
     if not found.matches:
         note = f"no settings within {TOLERANCE:.1%}: these are the nearest"
-    elif vary == "layers" and found.width_moved:
-        note = f"whole layers are too coarse: feed-forward width {config.ffn_dim} instead of {found.start.ffn_dim}"
+    elif vary == "layers" and moved:
+        note = f"whole layers are too coarse: {', '.join(moved)}"
     print(f"    {' '.join(found.arguments())}" + (f"\n    ({note})" if note else ""))
     return {
         "family": family,

@@ -40,8 +40,6 @@ FFN_STEP = 8
 FFN_RANGE = 0.25
 #: largest change of the preset's share of sparse layers that is preferred to a change of the feed-forward width
 SHARE_RANGE = 0.05
-#: largest change of that share at all
-WIDEST_SHARE_RANGE = 0.15
 #: deeper models are not tried
 MAX_LAYERS = 500
 
@@ -138,7 +136,7 @@ def match(
     choices = whole + [
         replace(choice, config=_with_nearest_width(choice.config, target, FFN_RANGE)) for choice in whole
     ]
-    found = [choice for choice in choices if choice.matches and choice.share_moved <= WIDEST_SHARE_RANGE]
+    found = [choice for choice in choices if choice.matches]
     if found:
         return min(found, key=lambda choice: 2 * choice.share_moved + choice.width_moved)
     return min(choices, key=lambda choice: abs(choice.difference))

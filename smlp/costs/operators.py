@@ -30,7 +30,7 @@ FREE = {
     **dict.fromkeys(("add", "sub", "mul", "div", "neg", "clamp_min", "sum", "linalg_vector_norm"), _ELEMENTWISE),
     **dict.fromkeys(("gelu", "silu", "sigmoid", "softmax", "tanh", "mean"), _ELEMENTWISE),
     **dict.fromkeys(("embedding", "index_select", "index_copy", "index_add_", "pad", "tril", "unflatten"), _MOVES),
-    **dict.fromkeys(("expand_as", "flip", "unfold"), _MOVES),
+    **dict.fromkeys(("expand_as", "flip", "unfold", "where"), _MOVES),
     **dict.fromkeys(("argsort", "bincount", "cumsum", "empty_like", "le", "lt", "numel"), _INDICES),
 }
 

@@ -320,6 +320,8 @@ def _evaluation(section: Section, updates: int) -> EvaluationPlan:
     subsets = [plain_name(str(name), section.full("subsets")) for name in section.values("subsets", ["valid"])]
     if not subsets or len(set(subsets)) < len(subsets):
         raise section.error("subsets", f"must be different names, got {shown(subsets)}")
+    if "valid" in subsets[1:]:
+        raise section.error("subsets", f"must begin with valid, which is watched and tuned on, got {shown(subsets)}")
     found = EvaluationPlan(
         validations=section.count("validations", min(8, updates)),
         subsets=tuple(subsets),

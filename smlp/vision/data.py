@@ -100,15 +100,16 @@ def open_split(data_dir: str, split: str, classes: list[str] | None, channels: i
     """
     folder = split_folder(data_dir, split)
     known = None if classes is None else {name: label for label, name in enumerate(classes)}
+    kinds = set(get_img_extensions())
     try:
         reader = create_dataset("", root=str(folder), search_split=False, class_map=known).reader
     except RuntimeError:
         found = sorted(one.name for one in folder.iterdir() if one.is_dir())
         if classes is not None and (unknown := [name for name in found if name not in classes]):
             raise UserError(_unknown(folder, unknown, classes)) from None
-        kinds = ", ".join(sorted(get_img_extensions()))
-        raise UserError(f"{folder} holds no images in folders of classes (timm reads {kinds})") from None
-    strange = [path for path, _ in reader.samples if Path(path).parent == folder]
+        read = ", ".join(sorted(kinds))
+        raise UserError(f"{folder} holds no images in folders of classes (timm reads {read})") from None
+    strange = sorted(path for path in folder.iterdir() if path.suffix.lower() in kinds and path.is_file())
     if strange or len(reader.class_to_idx) < 2:
         what = f"images without a class, such as {strange[0]}" if strange else "a single class"
         raise UserError(f"{folder} has {what}: the images of each class belong in a folder of its own")

@@ -105,7 +105,8 @@ class _Loop(Training):
             waits = args.distributed and not does_update
             with self.network.no_sync() if waits else nullcontext():  # type: ignore[operator]
                 with self.precision():
-                    loss = self.criterion(self.network(images), targets)
+                    outputs = self.network(images)
+                loss = self.criterion(outputs.float(), targets)  # in float32 on a CPU, too
                 self._backward(loss / joined, does_update)
             recent.update(loss.detach())
             if does_update:

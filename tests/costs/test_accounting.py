@@ -167,6 +167,12 @@ def test_uneven_experts_cost_what_the_formula_says(num_tokens):
     assert total == forward_flops(config, 3, num_tokens)
 
 
+def test_buckets_of_distances_are_free_in_a_small_model():
+    sizes = {"embed_dim": 32, "ffn_dim": 64, "vocab_size": 500, "max_tokens": 64}
+    config = preset("dense_lm_tiny", transformer_attention="relative", positions="none", **sizes)
+    assert sum(counted_flops(build_without_weights(config), 1, 64).values()) == forward_flops(config, 1, 64)
+
+
 def test_inputs_longer_than_the_context_are_refused():
     with pytest.raises(smlp.UserError, match=r"num_tokens=129.*max_tokens=128"):
         forward_flops(preset("smlp_tiny"), num_tokens=129)

@@ -147,3 +147,13 @@ def test_match_command_refuses_in_one_sentence(words, parts, capsys):
 def test_depth_has_a_limit():
     with pytest.raises(smlp.UserError, match=r"more than 500 layers of embed_dim=1024"):
         match("smlp", 1e15)
+
+
+def test_the_share_of_sparse_layers_moves_no_more_than_it_must(capsys):
+    """Where no choice keeps the share within its range, the one that moves it least is taken, and the note says so."""
+    shape = {"max_tokens": 37, "vocab_size": 777, "embed_dim": 60, "num_heads": 4, "num_experts": 5}
+    found = match("base_lm", 4.6e5, "layers", "", shape)
+    assert found.matches and (found.config.num_dense_layers, found.config.num_sparse_layers) == (1, 7)
+    shape_words = ["--tokens", "37", "--vocab-size", "777", "--embed-dim", "64", "--experts", "5"]
+    main.main(["match", "--flops-per-token", "4e5", *shape_words])
+    assert "7 of 7 layers are sparse instead of 12 of 23" in capsys.readouterr().out

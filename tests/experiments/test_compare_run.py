@@ -224,6 +224,11 @@ MISTAKES = {
         "validations: 2, subsets: [valid, nope]",
         r"evaluate.subsets has 'nope', and .* no nope.idx",
     ),
+    "order of subsets": (
+        "validations: 2",
+        "validations: 2, subsets: [test, valid]",
+        r"evaluate.subsets must begin with valid, .* got \['test', 'valid'\]",
+    ),
     "option": (
         "validations: 2",
         "validations: 2, zeroshot: {data: tasks, limt: 3}",

@@ -87,4 +87,5 @@ def compare(folder, world: int, want: list[dict], want_saved: dict, what: str, t
     got = saved(folder)
     assert got.keys() == want_saved.keys()
     for name, tensor in want_saved.items():
+        assert got[name].dtype == tensor.dtype, f"{what}, {name} at the end"
         same(got[name], tensor, f"{what}, {name} at the end", tolerance)

@@ -64,9 +64,10 @@ def test_folders_without_classes(digits, capsys):
 
 def test_images_outside_of_classes_and_a_single_class(digits, capsys):
     image = next((digits / "train" / "3").iterdir())
-    stray = shutil.copy(image, digits / "train" / "stray.png")
-    assert f"images without a class, such as {stray}" in train(capsys, digits)
-    (digits / "train" / "stray.png").unlink()
+    for split in ("train", "validation"):
+        stray = shutil.copy(image, digits / split / "stray.png")
+        assert f"images without a class, such as {stray}" in train(capsys, digits)
+        stray.unlink()
     for name in range(1, 10):
         shutil.rmtree(digits / "train" / str(name))
     assert f"{digits / 'train'} has a single class" in train(capsys, digits)

@@ -175,6 +175,8 @@ def test_mixed_precision_and_accumulation(digits, tmp_path):
     amp = read_run(digits, tmp_path, "amp", *plain, "-b", "32", "--amp")
     assert halves == pytest.approx(base, rel=1e-4)
     assert amp == pytest.approx(base, rel=2e-2) and amp != base
+    plain_loss, loss = (float(rows(tmp_path / name)[-1]["train_loss"]) for name in ("base", "amp"))
+    assert loss == pytest.approx(plain_loss, rel=5e-4)  # a loss of 2.3 in bfloat16 is a multiple of 1/64
 
 
 def read_run(digits, out, name, *options):

@@ -97,9 +97,12 @@ def _tuned(tuned: Mapping[str, Any], name: str) -> dict[str, Cell]:
 def incomplete(results: Results) -> list[tuple[RunResult, str]]:
     """Return the runs that did not finish or lack files, each with the reason."""
     found = []
+    chosen = (results.tuned or {}).get("chosen")
     for run in results.runs:
         reasons = [*run.notes]
-        if not run.is_done:
+        if run.state == MISSING and chosen is not None and run.model.name not in chosen:
+            reasons.insert(0, "every run of its grid failed: the run.json of each, in tune/, has the reason")
+        elif not run.is_done:
             reasons.insert(0, run.message or _REASONS.get(run.state, "run.json does not give the reason"))
         if reasons:
             found.append((run, "; ".join(reasons)))
@@ -212,7 +215,7 @@ def tuning_table(results: Results) -> Table | None:
             Column(
                 value,
                 f"{option} {value}",
-                f"tuned.json: results, validation perplexity per token with {option} {value}",
+                f"tuned.json: results, perplexity per token on {results.subsets[0]} with {option} {value}",
             )
             for value in values
         ),
@@ -233,8 +236,8 @@ def tuning_table(results: Results) -> Table | None:
         row["chosen"] = label(None if chosen is None else str(chosen), f"tuned.json: chosen.{model.name}")
         rows.append(row)
     notes = [
-        f"Perplexity per token after {tuned['updates']:,} updates with seed {tuned['seed']}; the lowest value of each "
-        "row was chosen."
+        f"Perplexity per token on {results.subsets[0]} after {tuned['updates']:,} updates with seed {tuned['seed']}; "
+        "the lowest value of each row was chosen."
     ]
     edge = at_edge(tuned["values"], tuned["chosen"])
     if edge:

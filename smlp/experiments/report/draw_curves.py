@@ -149,7 +149,7 @@ def draw_curves(
                 lowest, highest = min(lowest, *y), max(highest, *y)
     _finish(whole, across.label, "the whole training, logarithmic")
     _log_ticks(whole)
-    whole.set_ylabel("validation perplexity per token")
+    whole.set_ylabel(f"{results.split} perplexity per token")
     _finish(end, across.label, "the second half")
     if highest:
         margin = 0.06 * (highest - lowest) or 0.05 * highest

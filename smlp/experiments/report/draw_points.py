@@ -47,7 +47,7 @@ def draw_final(results: Results, models: Sequence[Model], styles: dict[str, Styl
         _point(axes, one.mean, row, style, x_error=one.half)
     axes.set_yticks(range(len(found)), [model.name for model, _ in found], parse_math=False)
     axes.set_ylim(len(found) - 0.5, -0.6)
-    _finish(axes, f"validation {_positions(results)}: mean, 95 % interval; strokes: the seeds", "")
+    _finish(axes, f"{results.split} {_positions(results)}: mean, 95 % interval; strokes: the seeds", "")
     axes.grid(axis="x", alpha=0.3, linewidth=0.6)
     return figure
 
@@ -68,7 +68,7 @@ def draw_quality_and_speed(results: Results, styles: dict[str, Style]) -> Figure
     for model, one, speed in points:
         _point(axes, speed, one.mean, styles[model.name], y_error=one.half, label=model.name)
     where = "alone on the machine (speed.json)" if timed else "in the training log, without evaluation"
-    _finish(axes, f"tokens per second, {where}", f"validation {_positions(results)}")
+    _finish(axes, f"tokens per second, {where}", f"{results.split} {_positions(results)}")
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.margins(0.08)
     legend(figure, loc="outside right upper", frameon=False, fontsize=9)
@@ -106,7 +106,7 @@ def draw_heads(results: Results, styles: dict[str, Style]) -> Figure | None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(heads, [str(count) for count in heads])
     axes.minorticks_off()
-    _finish(axes, "heads", f"validation {_positions(results)}")
+    _finish(axes, "heads", f"{results.split} {_positions(results)}")
     axes.grid(alpha=0.3, linewidth=0.6)
     legend(figure, loc="outside right upper", frameon=False, fontsize=9)
     return figure
@@ -123,7 +123,7 @@ def draw_moe(results: Results, styles: dict[str, Style]) -> Figure | None:
         _point(here, place, one.mean, styles[model.name], y_error=one.half)
     labels = [f"{model.name}\n{_experts(model.num_experts)}" for model, _ in found]
     here.set_xticks(range(len(found)), labels, fontsize=8, parse_math=False)
-    _finish(here, "here", f"validation {_positions(results)}".replace(" after", "\nafter"))
+    _finish(here, "here", f"{results.split} {_positions(results)}".replace(" after", "\nafter"))
     printed.plot(range(len(paper.TABLE_7)), list(paper.TABLE_7.values()), "o", color="0.3")
     names = [f"{'gMLP-MoE' if count else 'gMLP'}\n{_experts(count)}" for count in paper.TABLE_7]
     printed.set_xticks(range(len(names)), names, fontsize=8)

@@ -49,12 +49,13 @@ def write_figures(results: Results, to: Path) -> dict[str, Picture]:
 
 def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
     looks = styles(results.models)
+    split = results.split.capitalize()
     some = [model for model in results.models if mean_curve(results, model)]
     of_paper = "" if results.is_masked else " (the paper's Figures 1 and 5)"
     titles = {
-        "updates": f"Validation perplexity against updates{of_paper}",
-        "time": f"Validation perplexity against training time{of_paper}",
-        "flops": "Validation perplexity against multiply-adds of training",
+        "updates": f"{split} perplexity against updates{of_paper}",
+        "time": f"{split} perplexity against training time{of_paper}",
+        "flops": f"{split} perplexity against multiply-adds of training",
     }
     sources = {
         "updates": "train.log: valid_num_updates, valid_loss",
@@ -81,8 +82,8 @@ def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
     positions = " on the positions that all models predict" if results.has_prefix else ""
     scores = f"runs/*/scores.json: exp(subsets.{results.subsets[0]}.nll_after_prefix)"
     yield (
-        Picture("final", "Validation perplexity at the end", f"Final perplexity{positions}, best first.", scores),
-        draw_final(results, results.models, looks, "Validation perplexity at the end of training"),
+        Picture("final", f"{split} perplexity at the end", f"Final perplexity{positions}, best first.", scores),
+        draw_final(results, results.models, looks, f"{split} perplexity at the end of training"),
     )
     speed = "speed.json" if results.speed else f"runs/*/{TIMES}"
     yield (

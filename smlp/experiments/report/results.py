@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -142,7 +142,14 @@ class Results:
 
         Models that predict every position log it; without one, it is ``tokens_per_update``.
         """
-        lines = [run.timeline for run in self.runs if run.is_done and not run.model.config.prefix_tokens]
+        return self._mean_tokens(self.runs)
+
+    def mean_tokens_of(self, seed: int) -> float:
+        """The mean number of tokens that an update of one seed's runs was trained on."""
+        return self._mean_tokens([run for run in self.runs if run.seed == seed])
+
+    def _mean_tokens(self, runs: Sequence[RunResult]) -> float:
+        lines = [run.timeline for run in runs if run.is_done and not run.model.config.prefix_tokens]
         means = [line.mean_tokens for line in lines if line is not None and line.mean_tokens]
         return statistics.fmean(means) if means else float(self.tokens_per_update)
 
@@ -155,6 +162,11 @@ class Results:
     def subsets(self) -> list[str]:
         """The validation sets; the curves are of the first."""
         return list(self.settings.get("evaluation_subsets") or ["valid"])
+
+    @property
+    def split(self) -> str:
+        """What the first of :attr:`subsets` is called in headings."""
+        return "validation" if self.subsets[0].startswith("valid") else self.subsets[0]
 
     @property
     def is_masked(self) -> bool:

@@ -136,7 +136,7 @@ def logged_tokens_per_second(results: Results, model: Model) -> Estimate | None:
 
     def read(run: RunResult) -> float | None:
         seconds = training_seconds(run)
-        return results.mean_update_tokens * run.last_update / seconds if seconds else None
+        return results.mean_tokens_of(run.seed) * run.last_update / seconds if seconds else None
 
     return over_runs(results, model, read)
 
@@ -275,7 +275,7 @@ def _notes(results: Results, aims: list[Target], words: float | None) -> list[st
             f"{timed.get('threads')}, median of {timed.get('rounds')} rounds). {_unrest(timed)}"
         )
     if words:
-        notes.append(f"Words are tokens times {words:.4f}, the words per token of the validation text.")
+        notes.append(f"Words are tokens times {words:.4f}, the words per token of the {results.split} text.")
     else:
         notes.append("Speeds are in tokens, because data.json has no number of words.")
     for aim in aims:
