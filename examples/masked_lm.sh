@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An encoder by masked language modelling, as in the gMLP paper (appendix A of gmlp.txt):
+# An encoder by masked language modelling, as in the gMLP paper (appendix A of Liu et al., 2021):
 #
 #   bash examples/masked_lm.sh ARCH DATA SAVE_DIR [any option of fairseq-train]
 #

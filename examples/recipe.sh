@@ -1,4 +1,4 @@
-# Sourced by the command files in this folder: the training recipes of the paper (smlp.txt, Tables 8 to 10).
+# Sourced by the command files in this folder: the training recipes of the paper (Yu et al., 2022, Tables 8 to 10).
 #
 #   bash examples/smlp.sh DATA SAVE_DIR [any option of fairseq-train]
 #

@@ -3,8 +3,8 @@
     python scripts/leak_on_noise.py [--updates 300]
 
 Every token is drawn at random from 8, anew in every batch, so that no honest model gets below a perplexity of 8.
-sMLP-leaky does, because its routing reads the tokens to be predicted (smlp.txt, appendix B); without them in sight it
-is worse than guessing. sMLP-partial, the same model with a router that reads the prefix only, stays at 8.
+sMLP-leaky does, because its routing reads the tokens to be predicted (Yu et al., 2022, appendix B); without them in
+sight it is worse than guessing. sMLP-partial, the same model with a router that reads the prefix only, stays at 8.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from smlp.nn.blocks.smlp import FEATURE_MOE
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
 NUM_SEQS = 2
 
-# What smlp.txt prints: preset, quantity, value (M, B or T), where, and which of the remarks below applies.
+# What Yu et al. (2022) print: preset, quantity, value (M, B or T), where, and which of the remarks below applies.
 PAPER = [
     ("smlp", "expert", "113.44", "Table 8", "labels"),
     ("smlp", "other", "258.73", "Table 8", "labels"),
@@ -65,8 +65,8 @@ PAPER = [
     ("hash_lm_large", "total", "10.29", "Tables 4, 5", "10.31 B"),
     ("hash_lm_large", "FLOPs", "2.0", "Table 5", None),
 ]
-# What gmlp.txt prints of masked language models: preset, M parameters, GFLOPs of one text (None where it prints none),
-# where, and remark. After a preset may stand other layers, H (F is four times that) and heads.
+# What Liu et al. (2021) print of masked language models: preset, M parameters, GFLOPs of one text (None where it prints
+# none), where, and remark. After a preset may stand other layers, H (F is four times that) and heads.
 MASKED = [
     ("bert_mlm", 110, None, "Table 3", None),
     ("bert_mlm_rel", 110, None, "Tables 3, 4", None),
@@ -207,7 +207,7 @@ def encoders_table() -> list[str]:
 
 
 def masked_table() -> list[str]:
-    """Return a row for each number that gmlp.txt prints of masked language models."""
+    """Return a row for each number that Liu et al. (2021) print of masked language models."""
     lines = [
         "| preset | M parameters without head | with it | paper | GFLOPs | paper | difference | printed in | remark |",
         "|---|---:|---:|---:|---:|---:|---:|---|---|",

@@ -3,12 +3,12 @@
 #
 #   GPUS=8 bash examples/vision/imagenet.sh MODEL DATA [any option of smlp vision train]
 #
-# MODEL is smlp_gmlp_ti16, smlp_gmlp_s16, smlp_gmlp_b16 (gmlp.txt, Tables 1 and 7) or smlp_mixer_b16, smlp_mixer_b32,
-# smlp_mixer_l16, smlp_mixer_l32, smlp_mixer_s16, smlp_mixer_s32 (mlp_mixer_supplement.txt, Table 1; S as B). DATA holds
-# train and validation with 1,000 folders each. GPUS (default 1) train BATCH (default 128) images at a time each and
-# accumulate gradients up to 4,096 images. Later options override earlier ones. TRAIN_COMMAND replaces "smlp vision train",
-# for example TRAIN_COMMAND=echo to see the options, or TRAIN_COMMAND="torchrun ... -m smlp vision train" for several
-# machines, with GPUS then the number on all of them.
+# MODEL is smlp_gmlp_ti16, smlp_gmlp_s16, smlp_gmlp_b16 (Liu et al., 2021, Tables 1 and 7) or smlp_mixer_b16,
+# smlp_mixer_b32, smlp_mixer_l16, smlp_mixer_l32, smlp_mixer_s16, smlp_mixer_s32 (Tolstikhin et al., 2021, supplement,
+# Table 1; S as B). DATA holds train and validation with 1,000 folders each. GPUS (default 1) train BATCH (default 128)
+# images at a time each and accumulate gradients up to 4,096 images. Later options override earlier ones. TRAIN_COMMAND
+# replaces "smlp vision train", for example TRAIN_COMMAND=echo to see the options, or TRAIN_COMMAND="torchrun ... -m
+# smlp vision train" for several machines, with GPUS then the number on all of them.
 set -euo pipefail
 if [ "$#" -lt 2 ]; then
     echo "usage: bash examples/vision/imagenet.sh MODEL DATA [any option of smlp vision train]" >&2

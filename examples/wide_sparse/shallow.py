@@ -4,7 +4,7 @@
     python examples/wide_sparse/shallow.py data/mnist                # 200 epochs, five seeds of each: 84 minutes
     python examples/wide_sparse/shallow.py data/mnist --epochs 10    # minutes
 
-AdamW, cosine from 0.01 to 0, as in mixer_wide_sparse.txt (C.1), which says nothing of batch, decay, bias and start:
+AdamW, cosine from 0.01 to 0, as in Hayase and Karakida, 2024 (C.1), which says nothing of batch, decay, bias and start:
 here 128 images, 0.01, none, and variance 1 / inputs. Images stay in memory and are not augmented.
 """
 

@@ -55,8 +55,8 @@ def check_most(config: Any, names: Iterable[str]) -> None:
 class MoEConfig:
     """The sparse part of a model: what the experts of its sparse blocks are and how they are chosen.
 
-    Sources: smlp.txt, sections 3.1 and 3.2 and appendices A and B; Lepikhin et al., 2020 (GShard); Fedus et al., 2021
-    (Switch); Lewis et al., 2021 (BASE); Roller et al., 2021 (Hash); Wang et al., 2024 (loss_free).
+    Sources: Yu et al., 2022, sections 3.1 and 3.2 and appendices A and B; Lepikhin et al., 2020 (GShard); Fedus et al.,
+    2021 (Switch); Lewis et al., 2021 (BASE); Roller et al., 2021 (Hash); Wang et al., 2024 (loss_free).
     """
 
     num_experts: int = setting(32, "E, experts in each sparse layer, over all ranks")
@@ -343,22 +343,23 @@ class ModelConfig(MoEConfig):
     def prefix_tokens(self) -> int:
         """Return the number of leading positions that only choose experts for features, ``ceil(prefix_fraction * T)``.
 
-        It is 0 without such routing. The training loss and every score exclude these positions (smlp.txt, section
-        3.2.2)."""
+        It is 0 without such routing. The training loss and every score exclude these positions (Yu et al., 2022,
+        section 3.2.2).
+        """
         if not self.has_feature_moe or self.feature_routing == "deterministic":
             return 0
         return math.ceil(round(self.prefix_fraction * self.max_tokens, 6))
 
     @property
     def is_leaky(self) -> bool:
-        """Return whether the model sees the tokens that it predicts (smlp.txt, appendix B)."""
+        """Return whether the model sees the tokens that it predicts (Yu et al., 2022, appendix B)."""
         return self.has_feature_moe and self.feature_routing == "leaky"
 
     def sparse_layer_indices(self) -> tuple[int, ...]:
         """Return the positions of the sparse blocks in the stack, counted from 0.
 
         Spread: ``floor(i*(N1+N2)/(N2+1))``, i = 1..N2 (28 + 12: 3, 6, 9, ..., 36). Alternate: every other one, the
-        first dense. Source: smlp.txt, section 4.1.
+        first dense. Source: Yu et al., 2022, section 4.1.
         """
         num_sparse = self.num_sparse_layers
         if self.sparse_placement == "alternate":
@@ -376,7 +377,7 @@ class ModelConfig(MoEConfig):
 #: warning shown when a model with ``is_leaky`` is built or loaded
 LEAKY_WARNING = (
     "feature_routing=leaky routes features by the whole sequence, later tokens included: losses and scores of this "
-    "model look better than they are; it is an ablation (smlp.txt, appendix B)"
+    "model look better than they are; it is an ablation (Yu et al., 2022, appendix B)"
 )
 
 _MOE_NAMES = [f.name for f in dataclasses.fields(MoEConfig)]

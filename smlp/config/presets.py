@@ -1,6 +1,6 @@
 """One table of named architectures: settings as data.
 
-Sources: smlp.txt, Tables 5 and 8 to 10. Where the paper's tables disagree with each other, the numbers here are
+Sources: Yu et al., 2022, Tables 5 and 8 to 10. Where the paper's tables disagree with each other, the numbers here are
 those that its parameter counts follow from (docs/presets.md lists them): Table 10 prints 20 dense layers for the
 large sMLP, but its 682.6 M + 277.1 M parameters and Table 5 need 22, with 8 sparse ones.
 """
@@ -35,9 +35,9 @@ _SMLP = {"num_dense_layers": 28, "num_sparse_layers": 12, "num_experts": 32}
 _SMLP_TINY = {**_TINY, "ffn_dim": 1024, "num_dense_layers": 6, "num_sparse_layers": 2, "num_experts": 8}
 
 
-# Masked language models (gmlp.txt, Tables 3 to 6); all matrices over positions are Toeplitz matrices. Where the tables'
-# captions contradict the parameter counts, sizes follow the counts: 2048 features instead of 3072 for gates that do not
-# split them, and 18 Mixer layers instead of 24.
+# Masked language models (Liu et al., 2021, Tables 3 to 6); all matrices over positions are Toeplitz matrices. Where the
+# tables' captions contradict the parameter counts, sizes follow the counts: 2048 features instead of 3072 for gates
+# that do not split them, and 18 Mixer layers instead of 24.
 _MLM = {
     "direction": "bidirectional",
     "vocab_size": 32000,
@@ -85,7 +85,7 @@ _BUILT_IN: dict[str, dict[str, Any]] = {
     # the same, routed by all tokens: the model sees what it predicts (appendix B)
     "smlp_leaky": {**_SMLP, "feature_routing": "leaky"},
     "smlp_leaky_tiny": {**_SMLP_TINY, "feature_routing": "leaky"},
-    # gMLP (gmlp.txt, section 2), the dense counterpart
+    # gMLP (Liu et al., 2021, section 2), the dense counterpart
     "gmlp_lm": _layers(41, 0),
     "gmlp_lm_tiny": {**_TINY, "ffn_dim": 960, **_layers(9, 0)},
     "gmlp_lm_large": {**_LARGE, **_layers(32, 0)},

@@ -1,9 +1,9 @@
 """Parameters and FLOPs of every component of a model, by formula.
 
-The convention is fvcore's, with which the paper counts (smlp.txt, section 4.1): forward pass only; one multiply-add is
-1 and a layer norm 5 per element; attention and spatial projections are counted as the dense products that they are
-computed as, not as their causal half, unless that is asked for; biases, activations, softmax, gating and residuals are
-0. "Nominal" means that every token reaches the k experts that it is due and that their loads are equal.
+The convention is fvcore's, with which the paper counts (Yu et al., 2022, section 4.1): forward pass only; one
+multiply-add is 1 and a layer norm 5 per element; attention and spatial projections are counted as the dense products
+that they are computed as, not as their causal half, unless that is asked for; biases, activations, softmax, gating and
+residuals are 0. "Nominal" means that every token reaches the k experts that it is due and that their loads are equal.
 
 The work of training (:func:`training_work`) is what is compared with the rate of a device: six operations for each
 multiply-add, two in the forward pass and four in the backward pass, which computes the gradients of both factors. Only
@@ -27,7 +27,7 @@ from smlp.config.registry import DENSE_BLOCKS, SPARSE_BLOCKS
 from smlp.costs.component import LAYER_NORM_FLOPS, NORMS, OUTPUT, PROJECTIONS, Component, linear_parameters
 from smlp.errors import UserError
 
-#: ranks (GPUs) that the paper trains every model on (smlp.txt, appendix C.2)
+#: ranks (GPUs) that the paper trains every model on (Yu et al., 2022, appendix C.2)
 PAPER_WORLD_SIZE = 32
 
 EMBEDDING = "embedding and head"

@@ -1,4 +1,4 @@
-"""Measure trained models: perplexity, invariants, and the paper's zero-shot tasks."""
+"""Measure trained models: perplexity, leaks, and the paper's zero-shot tasks."""
 
 #: values of fairseq's ``--sample-break-mode``: how a text is cut into samples
 BREAK_MODES = ("none", "complete", "complete_doc", "eos")

@@ -1,4 +1,4 @@
-"""Test whether a later token changes an earlier prediction (invariant 1).
+"""Test whether a later token changes an earlier prediction.
 
 Letters: ``B`` sequences, ``T`` tokens, ``V`` vocabulary.
 

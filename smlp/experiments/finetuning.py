@@ -1,6 +1,7 @@
 """``smlp finetune``: an encoder, fine-tuned at every point of a grid with several seeds; every run is ``smlp train``.
 
-The defaults are Table 9 of gmlp.txt. A point is chosen by its median over seeds (:mod:`smlp.experiments.medians`).
+The defaults are those of Liu et al., 2021, Table 9. A point is chosen by its median over seeds
+(:mod:`smlp.experiments.medians`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from smlp.errors import UserError
 
 DEFAULT_ARCH = "smlp_tiny"
-TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (smlp.txt, Tables 8 to 10)
+TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (Yu et al., 2022, Tables 8 to 10)
 
 
 def option_value(argv: list[str], *names: str) -> str | None:

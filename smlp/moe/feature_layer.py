@@ -19,10 +19,10 @@ from smlp.parallel.spans import EXPERTS, GATE, PERMUTE, stage_of
 
 
 class FeatureMoE(nn.Module):
-    """sMoE with deterministic routing: expert i has the i-th chunk of the features (smlp.txt, section 3.2.1).
+    """sMoE with deterministic routing: expert i has the i-th chunk of the features (Yu et al., 2022, section 3.2.1).
 
     ``z = LN(x)``; chunk i of the update is ``z_i * m_i`` with ``m_i = tril(W_i) @ norm(z)_i + b_i``, as in gMLP's
-    gating unit (``gated``), or ``m_i`` alone (``linear``: equation 2 and Figure 2 of smlp.txt), or ``z_i + m_i``
+    gating unit (``gated``), or ``m_i`` alone (``linear``: equation 2 and Figure 2 of Yu et al., 2022), or ``z_i + m_i``
     (``additive``). ``norm`` is taken over all features before they are cut, so that the result does not depend on
     where an expert lives.
 
@@ -77,7 +77,7 @@ class FeatureMoE(nn.Module):
 
 
 class RoutedFeatureMoE(FeatureMoE):
-    """sMoE in which the features of each sequence choose their experts (smlp.txt, section 3.2.2 and appendix B).
+    """sMoE in which the features of each sequence choose their experts (Yu et al., 2022, section 3.2.2 and appendix B).
 
     Each feature, seen as a vector over positions, goes to one expert, each expert getting H/E of them; the update of
     feature j is ``p_j * z_j * (tril(W) @ norm(z)_j + b)`` with its expert's W and b and the softmax probability p_j;

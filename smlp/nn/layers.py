@@ -42,9 +42,9 @@ def xavier_linear(in_features: int, out_features: int, bias: bool = True) -> Lin
 class MaskedLinear(nn.Module):
     """A linear map ``(M * W) x + b`` with a static random mask M, computed as a dense product.
 
-    Every entry of M is one with probability p, independently, and stays as it is (mixer_wide_sparse.txt, S.16). Masked
-    weights start at zero and get no gradient, so that weight decay leaves them at zero. The mask is a buffer: it is
-    saved with the weights, and data-parallel training sends rank 0's to all ranks.
+    Every entry of M is one with probability p, independently, and stays as it is (Hayase and Karakida, 2024, S.16).
+    Masked weights start at zero and get no gradient, so that weight decay leaves them at zero. The mask is a buffer: it
+    is saved with the weights, and data-parallel training sends rank 0's to all ranks.
 
     Args:
         in_features, out_features: I, O.
@@ -183,7 +183,7 @@ class SpatialWeights(nn.Module):
     """Weights of spatial projections: a T x T matrix and a bias of length T for each head or expert.
 
     The weights of a Toeplitz matrix are one number for each distance: (h, 2T-1), or, in a causal model, (h, T) for the
-    distances from T-1 positions back to none (gmlp.txt, appendix C).
+    distances from T-1 positions back to none (Liu et al., 2021, appendix C).
 
     Args:
         max_tokens: T.

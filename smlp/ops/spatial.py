@@ -28,7 +28,8 @@ def causal_spatial_projection(
     gate_Bmhc: Tensor | None = None,
     is_lower: bool = False,
 ) -> Tensor:
-    """Return ``(tril(W_i) @ x_i + b_i) * gate_i`` for every head i, over the token axis (gmlp.txt, eq. 2, made causal).
+    """Return ``(tril(W_i) @ x_i + b_i) * gate_i`` for every head i, over the tokens (Liu et al., 2021, eq. 2, made
+    causal).
 
     Inputs shorter than T use the leading rows and columns of ``W`` and the leading entries of ``b``.
 
@@ -53,7 +54,7 @@ def causal_spatial_projection(
 
 
 def spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None = None) -> Tensor:
-    """Return ``(W_i @ x_i + b_i) * gate_i`` for every head i; each position sees all others (gmlp.txt, eq. 2).
+    """Return ``(W_i @ x_i + b_i) * gate_i`` for every head i; each position sees all others (Liu et al., 2021, eq. 2).
 
     Inputs shorter than T use the leading rows and columns of ``W`` and the leading entries of ``b``.
 
@@ -80,7 +81,7 @@ def spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate
 
 
 def toeplitz_matrices(w_hL: Tensor, num_tokens: int) -> Tensor:
-    """Return ``W_i[a, b] = w_i[T - 1 + b - a]``, matrices that depend on the distance alone (gmlp.txt, appendix C).
+    """Return ``W_i[a, b] = w_i[T - 1 + b - a]``, matrices of distances alone (Liu et al., 2021, appendix C).
 
     Args:
         w_hL: (h, 2T-1): of the distances -(T-1) .. T-1.

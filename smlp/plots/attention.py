@@ -1,4 +1,4 @@
-"""Draw which tokens of a text the tiny attention of an aMLP connects, as in figure 10 of gmlp.txt.
+"""Draw which tokens of a text the tiny attention of an aMLP connects, as in figure 10 of Liu et al., 2021.
 
 Letters: ``n`` tokens of a text, ``l`` layers.
 """

@@ -1,5 +1,5 @@
 """Pictures of spatial filters: the matrices of a layer, rows of them, biases; a matrix of each layer with its middle
-row, as in figures 9 and 4 of gmlp.txt; and how Toeplitz-like all layers are.
+row, as in figures 9 and 4 of Liu et al., 2021; and how Toeplitz-like all layers are.
 
 Letters: ``T`` positions that a matrix spans.
 """

@@ -1,7 +1,7 @@
 """The spatial filters of a model: the layers that have them, and statistics, above all how Toeplitz-like they are.
 
 The weights of a Toeplitz matrix depend on the distance between positions alone: it is a convolution over positions. The
-filters of trained gMLPs are close to that (gmlp.txt, figure 9).
+filters of trained gMLPs are close to that (Liu et al., 2021, figure 9).
 
 Letters: ``E`` heads or experts, ``T`` positions that a matrix spans, ``d`` = i - j, the distance from an output
 position i back to an input position j: 0 .. T-1 in a causal model, where a matrix is ``tril(W)``, and 1-T .. T-1 in an
@@ -111,7 +111,7 @@ def ahead_share(weight_TT: np.ndarray) -> float:
     """Return the share of the energy of a whole matrix that is above its diagonal, at later tokens; NaN for zeros.
 
     It is 0 for a filter that looks backward, 1 for one that looks forward, and about 1/2 for one that looks both ways,
-    the kinds that figure 4 of gmlp.txt shows.
+    the kinds that figure 4 of Liu et al., 2021 shows.
     """
     energy = np.square(weight_TT, dtype=np.float64)
     return float(np.triu(energy, 1).sum() / energy.sum()) if energy.any() else math.nan

@@ -92,7 +92,7 @@ class UntiedLinear(nn.Module):
 
 
 class TokenMLP(nn.Module):
-    """``W2 act(W1 x + b1) + b2`` over the tokens of each channel (mlp_mixer_supplement.txt, listing 1).
+    """``W2 act(W1 x + b1) + b2`` over the tokens of each channel (Tolstikhin et al., 2021, supplement, listing 1).
 
     Variants of section A.1: "untied" has a network for each channel; "grouped" lets one see G neighbouring channels at
     once, as one vector of length G*S; "views" does the same after linear maps, without bias, from C to G times C/G
@@ -138,7 +138,7 @@ class TokenMLP(nn.Module):
 
 
 class TokenLayer(nn.Module):
-    """``act(W x)`` over the tokens of each channel, without bias: an S-Mixer's (mixer_wide_sparse.txt, S.3, S.7)."""
+    """``act(W x)`` over each channel's tokens, without bias: an S-Mixer's (Hayase and Karakida, 2024, S.3, S.7)."""
 
     def __init__(self, tokens_in: int, tokens_out: int, activation: str) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class TokenLayer(nn.Module):
 
 
 class ChannelLayer(nn.Module):
-    """``act(x V)``, without bias: an S-Mixer's (mixer_wide_sparse.txt, S.3, S.8)."""
+    """``act(x V)``, without bias: an S-Mixer's (Hayase and Karakida, 2024, S.3, S.8)."""
 
     def __init__(self, channels: int, activation: str) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class ChannelLayer(nn.Module):
 
 
 class NormedSkip(nn.Module):
-    """``LN(W x)`` over tokens: the skip connection where their number changes (mixer_wide_sparse.txt, S.15)."""
+    """``LN(W x)`` over tokens: the skip connection where their number changes (Hayase and Karakida, 2024, S.15)."""
 
     def __init__(self, config: ImageConfig, tokens_in: int, tokens_out: int) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class NormedSkip(nn.Module):
 
 
 class MixerBlock(nn.Module):
-    """``x + token MLP(LN(x))``, then ``x + channel MLP(LN(x))`` (mlp_mixer_supplement.txt, listing 1).
+    """``x + token MLP(LN(x))``, then ``x + channel MLP(LN(x))`` (Tolstikhin et al., 2021, supplement, listing 1).
 
     A token MLP that changes the number of tokens (a pyramid) has no residual; the paper prints none. In an S-Mixer each
     MLP is one layer. An RP-Mixer permutes all features before and after each of them: with random permutations P1 and
@@ -223,7 +223,7 @@ class MixerBlock(nn.Module):
 
 
 class SparseLayerBlock(nn.Module):
-    """``x + act((M * W) LN(x))`` with a static random mask M, over all features at once (mixer_wide_sparse.txt, S.16).
+    """``x + act((M * W) LN(x))`` with a static mask M, over all features at once (Hayase and Karakida, 2024, S.16).
 
     With a hidden width it is ``x + (M2 * W2) act((M1 * W1) LN(x))`` (S.17, which names W2 twice). Where the width
     changes there is no ``x +``; the paper does not say how its first layer reaches the width.
@@ -249,7 +249,7 @@ class SparseLayerBlock(nn.Module):
 
 
 class ImageGatedMLP(nn.Module):
-    """``V s(act(U x))`` with the spatial gating unit s over all tokens (gmlp.txt, equation 1)."""
+    """``V s(act(U x))`` with the spatial gating unit s over all tokens (Liu et al., 2021, equation 1)."""
 
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class ImageGatedMLP(nn.Module):
 
 
 class ImageGatedBlock(nn.Module):
-    """``x + V s(act(U LN(x)))`` (gmlp.txt, Figure 1)."""
+    """``x + V s(act(U LN(x)))`` (Liu et al., 2021, Figure 1)."""
 
     def __init__(self, config: ImageConfig, drop_path: float) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class ImageModel(nn.Module):
     """A classifier of images: stem, blocks, layer norm, pooling, head (the papers' input and output).
 
     Weights start as in listing 1: LeCun's truncated normal, zero biases, a head of zeros; those over tokens of a gMLP
-    start near zero and their biases at one (gmlp.txt, section 2.1).
+    start near zero and their biases at one (Liu et al., 2021, section 2.1).
 
     Args:
         config: of the model.
@@ -318,7 +318,7 @@ class ImageModel(nn.Module):
         else:
             blocks = [ImageGatedBlock(config, rate) for rate in rates]
         self.blocks = nn.ModuleList(blocks)
-        # a sparse MLP has none before its head (mixer_wide_sparse.txt, A.2.5)
+        # a sparse MLP has none before its head (Hayase and Karakida, 2024, A.2.5)
         self.norm = nn.Identity() if self.is_flat else nn.LayerNorm(config.embed_dim, config.norm_eps)
         self.representation = nn.Linear(config.embed_dim, config.embed_dim) if config.pool == "cls" else None
         self.head_drop = Dropout(config.drop_rate)

@@ -153,7 +153,7 @@ class ImageConfig:
 
     @property
     def width(self) -> int:
-        """Return m, the features of all tokens together after the first block (mixer_wide_sparse.txt, 3.1)."""
+        """Return m, the features of all tokens together after the first block (Hayase and Karakida, 2024, 3.1)."""
         if self.block == "sparse_mlp":
             return self.mlp_width or self.num_tokens * self.embed_dim
         return self.tokens_of_layers()[0][1] * self.embed_dim
@@ -171,7 +171,7 @@ class ImageConfig:
     def drop_path_rates(self) -> list[float]:
         """Return the probabilities of dropping the residual branches, in order: two in a Mixer's block, one in gMLP's.
 
-        They rise linearly from 0 to ``drop_path_rate`` (mlp_mixer_supplement.txt, section B; Huang et al., 2016).
+        They rise linearly from 0 to ``drop_path_rate`` (Tolstikhin et al., 2021, supplement, B; Huang et al., 2016).
         """
         branches = self.num_layers * (2 if self.block in ("mixer", "s_mixer") else 1)
         return [self.drop_path_rate * branch / max(branches - 1, 1) for branch in range(branches)]
@@ -202,8 +202,8 @@ _S_MIXER = {
     "norm_eps": 1e-5,
 }
 
-#: settings by name. Mixer: Tolstikhin et al., 2021, Table 1; gMLP: gmlp.txt, Table 1. The tiny ones are for small
-#: images and two cores.
+#: settings by name. Mixer: Tolstikhin et al., 2021, Table 1; gMLP: Liu et al., 2021, Table 1. The tiny ones are for
+#: small images and two cores.
 PRESETS: dict[str, dict[str, Any]] = {
     "smlp_mixer_s32": _mixer(32, 512, 8),
     "smlp_mixer_s16": _mixer(16, 512, 8),
@@ -216,8 +216,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smlp_gmlp_s16": {**_gmlp(256), "drop_path_rate": 0.05},
     "smlp_gmlp_b16": {**_gmlp(512), "drop_path_rate": 0.2},
     "smlp_mixer_tiny": {**_mixer(4, 128, 8), "img_size": 32, "num_classes": 10},
-    # mixer_wide_sparse.txt, section C.4, at Omega = 2^18: the same connections in a layer. The Mixer's permuted kin has
-    # MLPs with a hidden layer
+    # Hayase and Karakida, 2024, section C.4, at Omega = 2^18: the same connections in a layer. The Mixer's permuted kin
+    # has MLPs with a hidden layer
     "smlp_s_mixer": {**_S_MIXER, "embed_dim": 64, "mixed_tokens": 64},
     "smlp_rp_s_mixer": {**_S_MIXER, "embed_dim": 64, "mixed_tokens": 64, "permutations": "random"},
     "smlp_sparse_mlp": {**_S_MIXER, "block": "sparse_mlp", "embed_dim": 48, "mlp_width": 1619, "mask_density": 0.1},

@@ -48,10 +48,10 @@ def change_resolution(
 
     The patches keep their size, so that there are more of them. In a Mixer whose grid grows by a whole factor k, the
     hidden width over tokens grows by k^2, and the new network over tokens applies the old one to each of k x k parts
-    of the image (mlp_mixer_supplement.txt, section C): its matrices are block-diagonal copies, with the tokens of a
-    part in the places where they stand in the whole image's raster order. In a gMLP every row of the new matrix is the
-    filter of the old grid's central patch, shifted to the row's own place, and zero beyond the old grid's extent
-    (gmlp.txt, appendix E.1); every bias is that of the central patch.
+    of the image (Tolstikhin et al., 2021, supplement, section C): its matrices are block-diagonal copies, with the
+    tokens of a part in the places where they stand in the whole image's raster order. In a gMLP every row of the new
+    matrix is the filter of the old grid's central patch, shifted to the row's own place, and zero beyond the old grid's
+    extent (Liu et al., 2021, appendix E.1); every bias is that of the central patch.
 
     Args:
         state: of an :class:`smlp.vision.model.ImageModel`, under our names.

@@ -1,7 +1,7 @@
 """Centred kernel alignment (CKA) of hidden features, in mini-batches with the unbiased HSIC.
 
-Sources: Nguyen et al., 2021, section 3.1, equations 2 and 3; mixer_wide_sparse.txt, section 3.4. Letters: ``B`` inputs
-of a batch.
+Sources: Nguyen et al., 2021, section 3.1, equations 2 and 3; Hayase and Karakida, 2024, section 3.4. Letters: ``B``
+inputs of a batch.
 """
 
 from __future__ import annotations

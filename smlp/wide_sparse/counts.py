@@ -2,7 +2,7 @@
 
 A layer that mixes tokens or channels of a matrix X is a sparse layer over ``vec(X)``. Its *connections* are the
 products of a weight and an entry of X that it makes for one input, and each weight makes several: the same matrix is
-applied to every column, or to every row (mixer_wide_sparse.txt, section 4.1). *Executed* multiply-adds are what the
+applied to every column, or to every row (Hayase and Karakida, 2024, section 4.1). *Executed* multiply-adds are what the
 computation does for them, which is more where a triangle or a mask is multiplied as a dense matrix.
 
 Letters: ``S`` tokens, ``C`` channels, ``m`` = S*C effective width, ``g`` expansion gamma, ``p`` density.

@@ -1,4 +1,4 @@
-"""Hidden features of trained image models, and their CKA (mixer_wide_sparse.txt, Figure 2 and section C.1)."""
+"""Hidden features of trained image models, and their CKA (Hayase and Karakida, 2024, Figure 2 and section C.1)."""
 
 from __future__ import annotations
 

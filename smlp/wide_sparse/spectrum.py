@@ -1,4 +1,4 @@
-"""Largest singular values of random weights: sparse, dense, permuted and causal ones (mixer_wide_sparse.txt, 4.3).
+"""Largest singular values of random weights: sparse, dense, permuted and causal ones (Hayase and Karakida, 2024, 4.3).
 
 Letters: ``m`` width, ``p`` density of a mask, ``g`` expansion gamma of a hidden layer, ``T`` positions.
 """

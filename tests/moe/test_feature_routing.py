@@ -47,7 +47,7 @@ def layer_norm(norm, x):
 
 
 def slow_update(layer, x_BnH, expert_BH, gated=True):
-    """Equation 5 of smlp.txt for each sequence, feature and position by itself, the experts being given."""
+    """Equation 5 of Yu et al., 2022 for each sequence, feature and position by itself, the experts being given."""
     num_seqs, num_tokens, width = x_BnH.shape
     num_read = min(num_tokens, layer.router.weight.size(1))
     sequences = []

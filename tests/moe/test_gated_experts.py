@@ -35,7 +35,7 @@ def batch(num_seqs=3, num_tokens=7):
 
 
 def slow_update(experts, x_BnH, assignments, weights):
-    """Appendix A of smlp.txt: one expert, sequence and token after the other.
+    """Appendix A of Yu et al., 2022: one expert, sequence and token after the other.
 
     Args:
         assignments: (sequence, position, expert) of every routed token.

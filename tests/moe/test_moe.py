@@ -85,7 +85,7 @@ def make_token_moe(num_experts, width=8, hidden=12, dtype=torch.double):
 
 
 def token_moe_reference(layer, x_NH, expert_N):
-    """alpha * FFN(LN(x)) of each token with its expert, one by one (BASE; smlp.txt, 3.1)."""
+    """alpha * FFN(LN(x)) of each token with its expert, one by one (BASE; Yu et al., 2022, 3.1)."""
     experts, rows = layer.experts, []
     for x, e in zip(x_NH, expert_N.tolist(), strict=True):
         alpha = torch.sigmoid(x @ layer.router.centroids[e])
@@ -145,7 +145,7 @@ def test_nan_names_the_layer(training):
     [(1, "gated"), (2, "gated"), (7, "gated"), (8, "gated"), (1, "linear"), (4, "linear"), (4, "additive")],
 )
 def test_feature_moe_against_the_reference(num_experts, kind):
-    """z_i * (tril(W_i) @ norm(z)_i + b_i), for each chunk and each position by itself (smlp.txt, 3.2.1; equation 2)."""
+    """z_i * (tril(W_i) @ norm(z)_i + b_i), each chunk and position by itself (Yu et al., 2022, 3.2.1; equation 2)."""
     torch.manual_seed(0)
     width, max_tokens, num_tokens = 14 if num_experts == 7 else 16, 6, 5
     experts = SpatialExperts(max_tokens, range(num_experts), 0.1, 0.0)

@@ -16,7 +16,7 @@ from smlp.nn.state import DecodingState, ForwardContext
 
 
 def gated_mlp_reference(block, x):
-    """gmlp.txt, equations 1 and 4, with a masked matrix (one head) and plain tensor algebra."""
+    """Liu et al., 2021, equations 1 and 4, with a masked matrix (one head) and plain tensor algebra."""
     hidden = F.gelu(F.linear(block.norm(x), block.proj_in.weight, block.proj_in.bias))
     z1, z2 = hidden.chunk(2, dim=-1)
     z2 = block.gating.norm(z2)

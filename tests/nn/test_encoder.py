@@ -36,7 +36,7 @@ def tokens(*shape, seed=0):
 
 
 def printed_toeplitz(w, n):
-    """gmlp.txt, appendix C, with the line ``t = t[:-n]`` that its listing lacks before the reshape."""
+    """Liu et al., 2021, appendix C, with the line ``t = t[:-n]`` that its listing lacks before the reshape."""
     t = F.pad(w, (0, n)).repeat(n)[:-n]
     return t.reshape(n, -1)[:, n - 1 : 2 * n - 1]
 
@@ -67,7 +67,7 @@ def test_matrices_of_shorter_texts(is_causal, n):
 
 
 def slow_block(block, x_BnH, matrix_TT, is_causal, gate):
-    """gmlp.txt, equations 1 to 4 and section 4.3, position by position."""
+    """Liu et al., 2021, equations 1 to 4 and section 4.3, position by position."""
     y = block.norm(x_BnH)
     z = F.gelu(block.proj_in(y))
     z1, z2 = z.chunk(2, dim=2) if gate == "split" else (z, z)

@@ -1,4 +1,4 @@
-"""Balanced assignment: always a partition, nearly optimal, bounded, deterministic (PEERS.md, A1 to A4)."""
+"""Balanced assignment: always a partition, nearly optimal, bounded, deterministic."""
 
 import time
 
@@ -71,7 +71,7 @@ def test_any_number_of_tokens_is_partitioned(num_experts, kind):
 
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(64, 4), (1024, 8), (66, 4), (3, 4), (64, 1)])
 def test_ties_lose_no_token(num_tokens, num_experts):
-    """The cases on which fairseq's solver loses tokens or never returns (PEERS.md A1 to A3)."""
+    """The cases on which fairseq's solver loses tokens or never returns."""
     constant = torch.full((num_tokens, num_experts), 0.5)
     same_row = torch.randn(1, num_experts, generator=torch.Generator().manual_seed(0)).expand(num_tokens, -1)
     two_values = (torch.arange(num_tokens).unsqueeze(1) % 2).float().expand(-1, num_experts)

@@ -1,4 +1,4 @@
-"""Training with fairseq on any number of ranks is the same training: invariant 2.
+"""Training with fairseq on any number of ranks is the same training.
 
 One rank with --update-freq 4, two with 2 and four with 1, with all experts on every rank (P = 1) or spread over all
 (P = W), for some also over half of them: the same losses, gradients, gradient norms, parameters and moments, for every

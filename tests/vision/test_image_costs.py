@@ -32,7 +32,7 @@ PARAMETERS = {
     "smlp_gmlp_tiny": 1_068_394,
 }
 WITH_CLASS_TOKEN = {"smlp_gmlp_ti16": 5_895_788, "smlp_gmlp_s16": 19_500_524, "smlp_gmlp_b16": 73_350_380}
-#: epochs on JFT-300M and printed exaFLOPs (mlp_mixer_supplement.txt, Table 2)
+#: epochs on JFT-300M and printed exaFLOPs (Tolstikhin et al., 2021, supplement, Table 2)
 TRAINING = {"s32": (5, 9), "b32": (7, 41), "s16": (5, 34), "b16": (7, 161), "l32": (7, 145), "l16": (14, 1141)}
 VARIANTS = {
     "untied": {"token_mixing": "untied"},

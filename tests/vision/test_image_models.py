@@ -32,7 +32,7 @@ def network(state, name, vector, channel=None):
 
 
 def mixed(state, name, x_SC, variant):
-    """What the network over tokens adds, vector by vector (mlp_mixer_supplement.txt, section A.1), G = 2."""
+    """What the network over tokens adds, vector by vector (Tolstikhin et al., 2021, supplement, section A.1), G = 2."""
     C = x_SC.size(1)
     if variant in ("shared", "untied", "pyramid"):
         own = [network(state, name, x_SC[:, c], c if variant == "untied" else None) for c in range(C)]

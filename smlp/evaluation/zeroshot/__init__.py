@@ -1,4 +1,4 @@
-"""Zero-shot priming on the six tasks of the paper (smlp.txt, section 4.5).
+"""Zero-shot priming on the six tasks of the paper (Yu et al., 2022, section 4.5).
 
 files       finding and parsing the official files
 readers     official files to records

@@ -11,7 +11,7 @@ from smlp.evaluation.zeroshot.readers import RecordItem
 from smlp.evaluation.zeroshot.rules import best_f1, exact_match, standard_error, wilson_interval
 from smlp.inference.scoring.texts import common_prefix
 
-#: columns of the paper's Table 6 (smlp.txt), in its order
+#: columns of the paper's Table 6 (Yu et al., 2022), in its order
 TABLE_6 = {
     "copa": "COPA",
     "piqa": "PIQA",

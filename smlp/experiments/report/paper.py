@@ -147,13 +147,13 @@ TABLE_6 = {
 #: Table 7: validation perplexity by number of experts; 0 is the dense gMLP
 TABLE_7 = {0: 15.7, 32: 17.2, 64: 20.5}
 
-#: Table 3 of gmlp.txt: perplexity of masked tokens by architecture, without the ending of its size
+#: Table 3 of Liu et al., 2021: perplexity of masked tokens by architecture, without the ending of its size
 GMLP_TABLE_3 = {
     **{"bert_mlm": 4.37, "bert_mlm_rel": 4.26, "bert_mlm_rel_attn": 5.64, "mixer_mlm": 5.34},
     **{"gmlp_mlm_linear": 5.14, "gmlp_mlm_additive": 4.97, "gmlp_mlm_multiplicative": 4.53, "gmlp_mlm": 4.35},
 }
 
-#: Table 4 of gmlp.txt, by architecture and task: accuracy on SST-2 and on MNLI, matched
+#: Table 4 of Liu et al., 2021, by architecture and task: accuracy on SST-2 and on MNLI, matched
 GMLP_TABLE_4 = {
     "bert_mlm_rel_6": {"SST-2": (90.4,), "MNLI": (81.5,)},
     "bert_mlm_rel_12": {"SST-2": (91.3,), "MNLI": (83.3,)},
@@ -165,7 +165,7 @@ GMLP_TABLE_4 = {
     "gmlp_mlm_144": {"SST-2": (95.1,), "MNLI": (84.6,)},
 }
 GMLP_TABLE_4 |= {"bert_mlm_rel": GMLP_TABLE_4["bert_mlm_rel_12"], "gmlp_mlm": GMLP_TABLE_4["gmlp_mlm_36"]}
-#: Table 6 of gmlp.txt, likewise: accuracy on SST-2 and on MNLI, matched and mismatched; F1 on SQuAD
+#: Table 6 of Liu et al., 2021, likewise: accuracy on SST-2 and on MNLI, matched and mismatched; F1 on SQuAD
 GMLP_TABLE_6 = {
     "bert_mlm_base": {"SST-2": (93.8,), "MNLI": (85.6, 85.7), "SQuAD v1.1": (90.2,), "SQuAD v2.0": (78.6,)},
     "gmlp_mlm_base": {"SST-2": (94.2,), "MNLI": (83.7, 84.1), "SQuAD v1.1": (86.7,), "SQuAD v2.0": (70.1,)},

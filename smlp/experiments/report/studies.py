@@ -36,7 +36,7 @@ def smlp_beside_heads(results: Results) -> Model | None:
 
 
 def masked_table(results: Results) -> Table | None:
-    """Make Table 3 of gmlp.txt; None if fewer than two of its models were run."""
+    """Make Table 3 of Liu et al., 2021; None if fewer than two of its models were run."""
     subset = results.subsets[0]
     found = [(paper.GMLP_TABLE_3.get(model.arch.removesuffix("_tiny")), model) for model in results.models]
     rows = []

@@ -1,6 +1,6 @@
 """BASE routing: balanced assignment in training, the best expert for each token in evaluation.
 
-Source: Lewis et al., 2021, and smlp.txt section 3.1 (tMoE).
+Source: Lewis et al., 2021, and Yu et al., 2022 section 3.1 (tMoE).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class BalancedRouter(TrainedRouter):
 
 @register_router("base")
 class Base(ScoredRouterKind):
-    """Balanced assignment (Lewis et al., 2021; smlp.txt, section 3.1)."""
+    """Balanced assignment (Lewis et al., 2021; Yu et al., 2022, section 3.1)."""
 
     takes = (
         *("centroid_init_gain", "base_shuffle", "base_gate", "base_warmup", "base_offset_rate", "router_freeze"),

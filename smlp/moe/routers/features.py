@@ -1,6 +1,6 @@
 """Routing of features: each feature of a sequence, seen as a vector over positions, chooses an expert.
 
-Source: smlp.txt, section 3.2.2 (equation 5) and appendix B (equation 6).
+Source: Yu et al., 2022, section 3.2.2 (equation 5) and appendix B (equation 6).
 
 Letters: ``B`` sequences, ``H`` features, ``L`` positions that the router reads, ``E`` experts.
 """

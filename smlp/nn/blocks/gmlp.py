@@ -1,4 +1,4 @@
-"""gMLP (gmlp.txt, section 2): the block, its spatial gating unit, causal and with heads, and what it costs.
+"""gMLP (Liu et al., 2021, section 2): the block, its spatial gating unit, causal and with heads, and what it costs.
 
 Letters: ``B`` sequences, ``n`` tokens (n <= T), ``H``, ``F``, ``f`` features that are mixed (F/2 or F), ``h`` heads.
 """
@@ -40,7 +40,7 @@ GATES = ("split", "multiplicative", "additive", "linear")
 
 @dataclass(frozen=True)
 class GatedMLPSettings:
-    """Settings of a gMLP block (gmlp.txt, sections 2.1, 4.1 and 4.3)."""
+    """Settings of a gMLP block (Liu et al., 2021, sections 2.1, 4.1 and 4.3)."""
 
     gate: str = setting(
         "split",
@@ -55,10 +55,10 @@ class GatedMLPSettings:
 
 
 class SpatialGatingUnit(nn.Module):
-    """``z1 * (W @ LN(z2) + b)`` with ``z1, z2`` the halves of the features, or another gate (gmlp.txt, equation 4).
+    """``z1 * (W @ LN(z2) + b)`` with ``z1, z2`` halves of the features, or another gate (Liu et al., 2021, equation 4).
 
     ``W`` is ``tril(W)`` in a causal model. It starts near zero and ``b`` at one, so that the unit starts as ``z1``.
-    With h heads, ``z2`` is cut into h chunks of features with a ``W`` and a ``b`` each (smlp.txt, section 4.2).
+    With h heads, ``z2`` is cut into h chunks of features with a ``W`` and a ``b`` each (Yu et al., 2022, section 4.2).
 
     Without a product there is nothing that ``b = 1`` would pass through: the gates ``additive`` and ``linear`` start
     with ``b = 0``, and the latter with ``W`` of variance 1/T. The paper prints no initial values for them.
@@ -131,9 +131,9 @@ class SpatialGatingUnit(nn.Module):
 
 
 class GatedMLPBlock(Block):
-    """``x + V(s(act(U(LN(x)))))`` with the spatial gating unit s (gmlp.txt, equation 1).
+    """``x + V(s(act(U(LN(x)))))`` with the spatial gating unit s (Liu et al., 2021, equation 1).
 
-    In aMLP the unit also gets a single attention head over ``LN(x)`` (gmlp.txt, section 4.3 and figure 6).
+    In aMLP the unit also gets a single attention head over ``LN(x)`` (Liu et al., 2021, section 4.3 and figure 6).
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -1,4 +1,4 @@
-"""gMLP-MoE: whole gMLP layers as experts of tokens, an ablation (smlp.txt, appendix A).
+"""gMLP-MoE: whole gMLP layers as experts of tokens, an ablation (Yu et al., 2022, appendix A).
 
 The spatial gating unit of an expert sees only the tokens of a sequence that were routed to it, in order. Spatial
 weights are indexed by absolute position, so that with one expert the layer is a gMLP layer.
@@ -67,7 +67,7 @@ def _by_sequence(sequence_A: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
 
 
 class GatedMLPExperts(nn.Module):
-    """gMLP layers ``V(s(act(U(LN(x)))))``, each over its own tokens (smlp.txt, appendix A, figure 6 right).
+    """gMLP layers ``V(s(act(U(LN(x)))))``, each over its own tokens (Yu et al., 2022, appendix A, figure 6 right).
 
     Args:
         embed_dim, ffn_dim, max_tokens: H, F, T.

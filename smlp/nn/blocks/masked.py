@@ -1,4 +1,4 @@
-"""A sparse, wide MLP over a whole sequence (mixer_wide_sparse.txt, S.16), with a static mask that is causal as well.
+"""A sparse, wide MLP over a whole sequence (Hayase and Karakida, 2024, S.16), with a static, causal mask.
 
 Letters: ``B`` sequences, ``n`` tokens (n <= T), ``m`` all tokens up to now, ``H``, ``p`` density.
 """

@@ -1,4 +1,4 @@
-"""MLP-Mixer's block for text (gmlp.txt, section 4.1): a network over the positions, then one over the features.
+"""MLP-Mixer's block for text (Liu et al., 2021, section 4.1): a network over the positions, then one over the features.
 
 Letters: ``B`` sequences, ``n`` tokens (n <= T), ``H``, ``D`` hidden width of the network over positions.
 """

@@ -1,4 +1,4 @@
-"""sMLP's sparse block: the sMoE, then the tMoE (smlp.txt, section 3), and what the sMoE costs.
+"""sMLP's sparse block: the sMoE, then the tMoE (Yu et al., 2022, section 3), and what the sMoE costs.
 
 Letters: ``B`` sequences, ``n`` tokens (n <= T), ``H`` features, ``E`` experts, ``P`` prefix.
 """
@@ -56,7 +56,7 @@ class SparseMLPSettings:
 
 
 class FeatureSublayer(nn.Module):
-    """``x + sMoE(x)`` (smlp.txt, section 3.2), or ``x + scale * V(U(sMoE(x)))`` with a scale and a projection.
+    """``x + sMoE(x)`` (Yu et al., 2022, section 3.2), or ``x + scale * V(U(sMoE(x)))`` with a scale and a projection.
 
     The scale is one number for each feature (LayerScale: Touvron et al., 2021, as in ResMLP). The projection has no
     bias, so that it adds nothing where the sMoE does not.
@@ -119,7 +119,7 @@ def feature_moe(config: ModelConfig, layer_index: int, ranks: Ranks | None = Non
 
 @register_sparse_block("smlp")
 class SparseMLP(SparseBlockKind):
-    """The sMoE, then the tMoE (smlp.txt, section 3.1)."""
+    """The sMoE, then the tMoE (Yu et al., 2022, section 3.1)."""
 
     settings = SparseMLPSettings
     has_feature_moe = has_spatial_weights = True

@@ -43,7 +43,7 @@ SCORES_OF = ("content", "rotary", "relative", "relative_only")
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """Settings of self-attention (gmlp.txt, Table 3), and of the mask of dense blocks' feed-forward networks."""
+    """Settings of self-attention (Liu et al., 2021, Table 3), and of the mask of dense blocks' feed-forward layers."""
 
     attention: str = setting(
         "content",
