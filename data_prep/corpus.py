@@ -8,13 +8,11 @@ empty line (a lone ``</s>``) tells the model, and ``--sample-break-mode complete
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smlp.errors import UserError
 from smlp.files import write_whole
 
 SPLITS = ("train", "valid", "test")
@@ -90,17 +88,8 @@ def describe_splits(manifest: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run(main: Callable[[], None]) -> int:
-    """Call ``main`` and return the exit status: 0, or 1 with one line on standard error for a user's mistake.
-
-    Any other exception keeps its traceback.
-    """
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:  # no permission, disk full, ...
-        print(f"error: {error.filename or 'input/output'}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    return 0
+def build_corpus(out: Path, sources: str, build: Callable[[], dict[str, Any]]) -> None:
+    """Call ``build``, which writes a corpus and returns its manifest, and print what it reads and writes."""
+    print(f"reading {sources}", flush=True)
+    print(describe_splits(build()))
+    print(f"wrote {out}; {out / MANIFEST} says where it came from and what was removed")

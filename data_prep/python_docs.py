@@ -23,9 +23,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.corpus import MANIFEST, Document, Splits, assert_disjoint, describe_splits, run, write_corpus
+from data_prep.corpus import Document, Splits, assert_disjoint, build_corpus, write_corpus
 from data_prep.docstrings import docstrings, source_files, text_blocks
 from data_prep.prose import prose
+from smlp.cli.main import guarded
 from smlp.errors import UserError
 
 # Import name -> distribution. Packages that are not installed are skipped.
@@ -207,11 +208,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the splits and manifest go")
     options = parser.parse_args(arguments)
     sources = find_sources()
-    print("reading " + ", ".join(f"{source.name} {source.version}" for source in sources), flush=True)
-    manifest = build(options.out, sources)
-    print(describe_splits(manifest))
-    print(f"wrote {options.out}; {options.out / MANIFEST} says where it came from and what was removed")
+    names = ", ".join(f"{source.name} {source.version}" for source in sources)
+    build_corpus(options.out, names, lambda: build(options.out, sources))
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(main))
+    raise SystemExit(guarded(main))

@@ -12,7 +12,8 @@ import hashlib
 from collections import Counter
 from pathlib import Path
 
-from data_prep.corpus import MANIFEST, SPLITS, Document, Splits, assert_disjoint, describe_splits, run, write_corpus
+from data_prep.corpus import SPLITS, Document, Splits, assert_disjoint, build_corpus, write_corpus
+from smlp.cli.main import guarded
 from smlp.errors import UserError
 from smlp.files import read_bytes
 
@@ -120,11 +121,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 text files")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the splits and manifest go")
     options = parser.parse_args(arguments)
-    print("reading " + ", ".join(map(str, options.text)), flush=True)
-    manifest = build(options.out, options.text)
-    print(describe_splits(manifest))
-    print(f"wrote {options.out}; {options.out / MANIFEST} says where it came from and what was removed")
+    build_corpus(options.out, ", ".join(map(str, options.text)), lambda: build(options.out, options.text))
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(main))
+    raise SystemExit(guarded(main))

@@ -235,7 +235,7 @@ def presets_table() -> list[str]:
         sparse = config.num_sparse_layers > 0
         lines.append(
             f"| `{arch}` | {config.num_dense_layers} + {config.num_sparse_layers} "
-            f"| {config.moe.num_experts if sparse else '-'} | {default_world_size(config) if sparse else '-'} "
+            f"| {config.num_experts if sparse else '-'} | {default_world_size(config) if sparse else '-'} "
             f"| {values['expert'] / 1e6:.2f} | {values['other'] / 1e6:.2f} | {values['total'] / 1e6:.2f} "
             f"| {values['FLOPs'] / 1e9:.2f} | {flops_per_token(config) / 1e6:.3f} |"
         )

@@ -159,7 +159,7 @@ def _repeated_characters(keys: np.ndarray, lengths: np.ndarray, n: int) -> int:
 def word_length(document: Measures) -> float:
     """Return the mean length of the words of a document, in characters."""
     number = max(len(document.words), 1)
-    return (len(document.text) - max(number - 1, 0)) / number  # a space or a line break between words
+    return (len(document.text) - (number - 1)) / number  # a space or a line break between words
 
 
 # Rules for documents, in the order in which they are applied; the language comes last because it costs most.

@@ -74,7 +74,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Encode every split, write dictionaries and manifest; return the exit status."""
-    task, files = _task_of(args), _files_of(args)
+    task = _task_of(args)
+    files = _files_of(args, task)
     vocab_size = len(check_tokenizer(args.tokenizer, LINES))
     if args.folder is not None:
         check_apart(args.out, [args.folder])
@@ -140,7 +141,7 @@ def _task_of(args: argparse.Namespace) -> GlueTask:
     return GlueTask(columns, args.label, labels, OWN_FILES)
 
 
-def _files_of(args: argparse.Namespace) -> dict[str, SplitFile]:
+def _files_of(args: argparse.Namespace, task: GlueTask) -> dict[str, SplitFile]:
     """Return the file of each split.
 
     Raises:
@@ -150,7 +151,7 @@ def _files_of(args: argparse.Namespace) -> dict[str, SplitFile]:
     if (args.folder is None) == (not named):
         raise UserError("name the files with --in DIR or with --train, --valid and --test, not both")
     if args.folder is not None:
-        return files_in(args.folder, _task_of(args))
+        return files_in(args.folder, task)
     if TRAIN not in named:
         raise UserError("--train is missing: it defines the labels and the training examples")
     return {split: SplitFile(path) for split, path in named.items()}

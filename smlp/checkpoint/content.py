@@ -174,7 +174,7 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     # The configuration may hold any numbers: compare them before anything of these sizes is allocated.
     blocks = {name.split(".")[3] for name in state["model"] if ".core.blocks." in name}
     axis = max(max(tensor.shape, default=0) for tensor in state["model"].values())
-    experts = config.moe.num_experts if config.num_sparse_layers else 0
+    experts = config.num_experts if config.num_sparse_layers else 0
     for what, size, most in (
         ("blocks", config.num_layers, len(blocks)),
         ("experts", experts, axis),

@@ -138,7 +138,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "dtypes": sorted({str(model[name].dtype).removeprefix("torch.") for name in parameters & model.keys()}),
         "settings": {
             **{name: getattr(config, name) for name in _SIZES},
-            "num_experts": config.moe.num_experts if config.num_sparse_layers else 0,
+            "num_experts": config.num_experts if config.num_sparse_layers else 0,
         },
         "layout": {
             "world_size": index.world_size if index else distributed.get("distributed_world_size"),

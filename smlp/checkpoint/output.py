@@ -94,7 +94,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
     names = checkpoint.expert_names
     if not names:
         raise UserError(f"{checkpoint.path} ({checkpoint.arch}) has no experts: there is nothing to split")
-    num_experts = checkpoint.config.moe.num_experts
+    num_experts = checkpoint.config.num_experts
     if num_parts < 1 or num_experts % num_parts:
         raise UserError(f"{num_experts} experts cannot be split into {num_parts} parts: give a divisor of their number")
     if target.suffix != ".pt":

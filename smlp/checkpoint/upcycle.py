@@ -82,7 +82,7 @@ def target_config(dense: Checkpoint, arch: str, overrides: Mapping[str, Any]) ->
         raise UserError(f"{dense.path} ({dense.arch}) has {own.num_sparse_layers} sparse blocks already")
     if not goal.num_sparse_layers:
         raise UserError(f"--arch {arch} has no sparse blocks")
-    router = overrides.get("router", goal.moe.router)
+    router = overrides.get("router", goal.router)
     if router not in _INVERSE_GATE:
         raise UserError(f"upcycling supports the routers {', '.join(_INVERSE_GATE)}, not {router}")
     if goal.sparse_block not in _GROWN and not goal.sparse_block == goal.dense_block == "transformer":
@@ -157,7 +157,7 @@ def upcycled(
         UserError: see :func:`target_config`.
     """
     config = target_config(dense, arch, overrides)
-    if config.moe.router == "hash" and config.moe.hash_kind == "balanced" and frequencies_V is None:
+    if config.router == "hash" and config.hash_kind == "balanced" and frequencies_V is None:
         raise UserError("hash_kind=balanced needs the training data: give --data")
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
@@ -240,7 +240,7 @@ class _Making:
         return self._of_copied_block(index, rest)
 
     def _of_copied_block(self, index: int, name: str) -> LazyTensor:
-        moe, prefix = self.config.moe, f"blocks.{self.source[index]}."
+        moe, prefix = self.config, f"blocks.{self.source[index]}."
         copies = {
             "token_moe.experts.norm_weight": ("norm.weight", 1),
             "token_moe.experts.norm_bias": ("norm.bias", 1),
@@ -257,11 +257,11 @@ class _Making:
         return self.weights[prefix + name]
 
     def _inverse_gate(self) -> int:
-        moe = self.config.moe
+        moe = self.config
         return 1 if moe.router == "base" and moe.base_gate == "one" else _INVERSE_GATE[moe.router](moe.num_experts)
 
     def _router(self, index: int, name: str) -> LazyTensor:
-        moe, generator = self.config.moe, torch.Generator().manual_seed(self.seed + index)
+        moe, generator = self.config, torch.Generator().manual_seed(self.seed + index)
         if name.endswith(".table"):
             return HeldTensor(self._table(index))
         if not name.endswith(_LEARNT_BY_ROUTERS):  # offsets, and the phase of a warm-up
@@ -276,7 +276,7 @@ class _Making:
         return HeldTensor(weight.to(self.dtype))
 
     def _table(self, index: int) -> Tensor:
-        moe = self.config.moe
+        moe = self.config
         if moe.router == "hash" and moe.hash_kind == "balanced":
             return balanced_table(self.frequencies_V, moe.num_experts)
         return random_table(self.config.vocab_size, moe.num_experts, moe.for_router(index).hash_seed)

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = args.nproc if place is None else place.world_size
     # dense models have no expert layout
     layout = ExpertLayout(
-        config.moe.num_experts if config.num_sparse_layers else 1,
+        config.num_experts if config.num_sparse_layers else 1,
         num_ranks,
         0 if place is None else place.rank,
         args.expert_parallel_size,
@@ -163,7 +163,7 @@ def _measure(
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    num_experts = config.moe.num_experts if config.num_sparse_layers else 1
+    num_experts = config.num_experts if config.num_sparse_layers else 1
     if place is None:
         return [measure(config, connect(num_experts), args.batch_size, args.updates, device, trace)]
     timeout = timedelta(seconds=args.timeout)

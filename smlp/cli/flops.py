@@ -117,7 +117,7 @@ def account(config: ModelConfig, num_seqs: int, num_tokens: int | None, world_si
         "agrees": same_sizes and abs(counted - formula) <= TOLERANCE * formula,
         "tokens": num_tokens,
         "batch": num_seqs,
-        "experts": config.moe.num_experts if config.num_sparse_layers else 0,
+        "experts": config.num_experts if config.num_sparse_layers else 0,
         "world_size": default_world_size(config) if world_size is None else world_size,
         "components": rows,
     }

@@ -264,11 +264,6 @@ class ModelConfig(MoEConfig):
             kind.check(self)
 
     @property
-    def moe(self) -> ModelConfig:
-        """Return this configuration itself, which also holds the settings of the sparse part."""
-        return self
-
-    @property
     def has_embedding_norm(self) -> bool:
         """Return whether the embedding has a layer norm besides the one that all models have."""
         return self.embedding_norm == "layer" and self.layer_norm == "before"

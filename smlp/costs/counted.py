@@ -132,7 +132,7 @@ def balanced_routing(decoder: Decoder, num_seqs: int, num_tokens: int) -> Forwar
     """Return routing decisions for every sparse layer, dealt out in turn: token i of each sequence goes to experts i*k,
     i*k + 1, ... (modulo E), so that gMLP-MoE, whose experts pad sequences to the longest, pads nothing."""
     config = decoder.config
-    num_experts = config.moe.num_experts
+    num_experts = config.num_experts
     num_choices = min(config.experts_per_token, num_experts)
     choice_nK = torch.arange(num_tokens * num_choices).view(-1, num_choices) % num_experts
     choice_NK = choice_nK.repeat(num_seqs, 1)

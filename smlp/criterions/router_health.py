@@ -114,7 +114,7 @@ class HealthRecorder:
 
         The vector has the same length on every rank.
         """
-        num_experts = self.decoder.config.moe.num_experts
+        num_experts = self.decoder.config.num_experts
         device = context.tokens_Bn.device
         parts = [realised_work(self.decoder, context).to_tensor().to(device)]
         for index, layer in enumerate(self.layers):
@@ -139,7 +139,7 @@ class HealthRecorder:
         return figures
 
     def _record(self, sums: Tensor) -> dict[str, Any]:
-        moe = self.decoder.config.moe
+        moe = self.decoder.config
         work, routing = Work.from_tensor(sums[: Work.size()]), sums[Work.size() :]
         figures = [layer_record(sums_S) for sums_S in routing.view(len(self.layers), -1)] if self.layers else []
         layers = {}

@@ -83,7 +83,7 @@ def compare(decoder: Decoder, samples: Samples, num_tokens: int, team: Team) -> 
         decoders.append((spread(decoder), team.size))
     else:
         left_out.append(f"{team.size} ranks: {_why_not_spread(decoder)}")
-    trained = decoder.config.moe.capacity_factor
+    trained = decoder.config.capacity_factor
     if capacity_limits(decoder) and trained > 0:
         factors.append(trained)
     else:
@@ -106,18 +106,18 @@ def _cells(
 
 def largest_spread(decoder: Decoder, num_ranks: int) -> int:
     """Return the largest number that divides ``num_ranks`` and over which the experts can be spread evenly."""
-    return int(np.gcd(decoder.config.moe.num_experts, num_ranks)) if decoder.config.num_sparse_layers else 1
+    return int(np.gcd(decoder.config.num_experts, num_ranks)) if decoder.config.num_sparse_layers else 1
 
 
 def _why_not_spread(decoder: Decoder) -> str:
     if not decoder.config.num_sparse_layers:
         return "the model has no experts to spread"
-    return f"{decoder.config.moe.num_experts} experts cannot be shared evenly"
+    return f"{decoder.config.num_experts} experts cannot be shared evenly"
 
 
 def spread(decoder: Decoder) -> Decoder:
     """Return the same model with its experts spread over the ranks of torch.distributed; a collective."""
-    ranks = connect(decoder.config.moe.num_experts)
+    ranks = connect(decoder.config.num_experts)
     part = Decoder(decoder.config, ranks).to(decoder.embedding.weight.device).eval()
     names = [name for name, _, _ in expert_parameters(decoder)]
     part.load_state_dict(cut_state(decoder.state_dict(), names, ranks.layout))

@@ -207,7 +207,7 @@ def family_of(arch: str) -> str | None:
 
 def fitting_ranks(config: ModelConfig, num_ranks: int) -> int:
     """Return W, or the number of experts if W ranks cannot share them evenly."""
-    num_experts = config.moe.num_experts
+    num_experts = config.num_experts
     fits = not config.num_sparse_layers or num_experts % num_ranks == 0 or num_ranks % num_experts == 0
     return num_ranks if fits else num_experts
 

@@ -127,10 +127,10 @@ def compare_optimizers(filename: str, trainer: Any, asked: dict[str, Any]) -> No
 
 def _keep_brought_along(trainer: Any, then: ModelConfig, now: ModelConfig, filename: str) -> None:
     """Keep the settings of the checkpoint's hash tables in the trainer's options; warn of options without effect."""
-    if not then.moe.router == now.moe.router == "hash" or not then.num_sparse_layers:
+    if not then.router == now.router == "hash" or not then.num_sparse_layers:
         return
-    made_with = {name: getattr(then.moe, name) for name in _BROUGHT_ALONG}
-    unused = {name: value for name in made_with if (value := getattr(now.moe, name)) != made_with[name]}
+    made_with = {name: getattr(then, name) for name in _BROUGHT_ALONG}
+    unused = {name: value for name in made_with if (value := getattr(now, name)) != made_with[name]}
     if not unused:
         return
     options = trainer.cfg.model

@@ -246,9 +246,9 @@ def _check_languages(task: Any) -> None:
 
 
 def _check_files(cfg: Any) -> None:
-    if cfg.ema.store_ema and cfg.ema.ema_seed_model and is_missing(cfg.ema.ema_seed_model):
-        raise UserError(f"--ema-seed-model: there is no checkpoint {cfg.ema.ema_seed_model}")
-    elif cfg.ema.store_ema and cfg.ema.ema_seed_model:
+    if cfg.ema.store_ema and cfg.ema.ema_seed_model:
+        if is_missing(cfg.ema.ema_seed_model):
+            raise UserError(f"--ema-seed-model: there is no checkpoint {cfg.ema.ema_seed_model}")
         state = read_structure(cfg.ema.ema_seed_model)
         if "ema" not in (state.get("extra_state") or {}):
             raise UserError(

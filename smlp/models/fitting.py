@@ -61,7 +61,7 @@ def check_fit(
             if config.prefix_tokens:
                 raise UserError(
                     f"the checkpoint predicts {theirs[-1]} positions of a sample, but --tokens-per-sample "
-                    f"{config.max_tokens} with --prefix-fraction {config.moe.prefix_fraction} asks for {ours[-1]} "
+                    f"{config.max_tokens} with --prefix-fraction {config.prefix_fraction} asks for {ours[-1]} "
                     f"after a prefix of {config.prefix_tokens}"
                 )
             option = "--max-positions or --tokens-per-sample" if config.is_bidirectional else "--tokens-per-sample"

@@ -145,7 +145,7 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
                 f"--arch {args._name} is a language model, whose positions see earlier ones only: --task "
                 f"{task.cfg._name} needs an encoder, such as --arch gmlp_mlm_tiny"
             )
-        ranks = _ranks_for(config.moe.num_experts if config.num_sparse_layers else 1, args)
+        ranks = _ranks_for(config.num_experts if config.num_sparse_layers else 1, args)
         check_weights(config, ranks.layout.group_size)
         core = Decoder(config, ranks)
         balance_routers(core, task.args.data, getattr(args, "train_subset", None) or "train")

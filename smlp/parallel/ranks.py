@@ -102,9 +102,10 @@ class Ranks:
     world: Group
 
 
-def one_process(num_experts: int) -> Ranks:
-    """Return the layout of one process, which holds all experts."""
-    return Ranks(ExpertLayout(num_experts), LocalGroup(), LocalGroup(), LocalGroup())
+def one_process(num_experts: int, group_size: int | None = None) -> Ranks:
+    """Return the layout of one process, which holds all experts: P is 1, and another ``group_size`` is refused."""
+    layout = ExpertLayout(num_experts, group_size=group_size)  # type: ignore[arg-type]
+    return Ranks(layout, LocalGroup(), LocalGroup(), LocalGroup())
 
 
 def connect(
@@ -125,8 +126,7 @@ def connect(
         UserError: P does not divide W and E.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        layout = ExpertLayout(num_experts, group_size=group_size)  # type: ignore[arg-type]
-        return Ranks(layout, LocalGroup(), LocalGroup(), LocalGroup())
+        return one_process(num_experts, group_size)
     layout = ExpertLayout(num_experts, dist.get_world_size(), dist.get_rank(), group_size)  # type: ignore[arg-type]
     world = DistributedGroup(dist.group.WORLD) if layout.world_size > 1 else LocalGroup()
     experts = _own_group(layout.expert_groups, layout.rank, timeout, backend)

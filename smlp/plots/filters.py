@@ -193,7 +193,7 @@ def spatial_layers(model: Stack) -> list[SpatialLayer]:
             found.append(SpatialLayer(index, "SGU", "head", 0, block.gating.heads))
         elif isinstance(block, SparseBlock) and isinstance(block.mixing, FeatureSublayer):
             experts = block.mixing.feature_moe.experts
-            kind = f"sMoE ({config.moe.feature_routing})"
+            kind = f"sMoE ({config.feature_routing})"
             found.append(SpatialLayer(index, kind, "expert", config.prefix_tokens, experts))
         elif isinstance(block, GatedMLPMoEBlock):
             found.append(SpatialLayer(index, "gMLP-MoE", "expert", 0, block.token_moe.experts.gating))
@@ -249,9 +249,9 @@ def layer_facts(
 
 def fixed_chunks(config: ModelConfig) -> str | None:
     """Describe deterministic routing of features in a sentence; None for models without it."""
-    if not config.has_feature_moe or config.moe.feature_routing != "deterministic":
+    if not config.has_feature_moe or config.feature_routing != "deterministic":
         return None
-    experts, width = config.moe.num_experts, config.embed_dim // config.moe.num_experts
+    experts, width = config.num_experts, config.embed_dim // config.num_experts
     return (
         f"deterministic routing of features: in every sMoE, expert i of 0 .. {experts - 1} mixes the {width} of "
         f"{config.embed_dim} features from number {width}*i on, in every sequence, so that there is no map to draw"

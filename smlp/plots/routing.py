@@ -244,7 +244,7 @@ class _Counter:
                 setattr(counts, name, new.cpu().numpy() if before is None else before + new.cpu().numpy())
 
     def _no_counts(self, name: str, num_pieces: int) -> TokenCounts:
-        kind, num_experts = self.config.router_kind, self.config.moe.num_experts
+        kind, num_experts = self.config.router_kind, self.config.num_experts
         counts_PE = np.zeros((num_pieces, num_experts), dtype=np.int64)
         load_E, tokens_P = np.zeros(num_experts, dtype=np.int64), np.zeros(num_pieces, dtype=np.int64)
         return TokenCounts(name, kind.title or kind.name, counts_PE, load_E, tokens_P=tokens_P)

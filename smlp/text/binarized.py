@@ -86,10 +86,7 @@ def open_tokens(path_prefix: str | Path) -> TokenFiles:
         UserError: a file is missing, unreadable, empty, not in this format, truncated, or does not fit the other.
     """
     index_path, data_path = Path(f"{path_prefix}.idx"), Path(f"{path_prefix}.bin")
-    with open_data_file(index_path) as file:
-        # Mapped, because the index of a large corpus has gigabytes and every rank reads it.
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    dtype, lengths, offsets = _parse_index(content, index_path)
+    dtype, lengths, offsets = _read_index(index_path)
     with open_data_file(data_path) as file:
         size = os.fstat(file.fileno()).st_size
     files = TokenFiles(data_path, dtype, lengths)
@@ -173,9 +170,10 @@ def check_recorded_file(path: Path, largest: float = math.inf) -> None:
         UserError: the file has changed.
     """
     path = path.absolute()
-    manifest, row = _record_of(path)
-    if row is None:
+    record = _record_of(path)
+    if record is None:
         return
+    manifest, row = record
     said = (
         f"{manifest} says, which 'smlp data {row['step']}' wrote with it: make the data again, or delete "
         f"{manifest.name}"
@@ -217,9 +215,7 @@ def num_tokens(path_prefix: str | Path) -> int:
     Raises:
         UserError: the file is missing, unreadable, empty or damaged.
     """
-    path = Path(f"{path_prefix}.idx")
-    with open_data_file(path) as file:
-        return int(_parse_index(file.read(), path)[1].sum(dtype=np.int64))
+    return int(_read_index(Path(f"{path_prefix}.idx"))[1].sum(dtype=np.int64))
 
 
 def open_data_file(path: Path, what: str = "data file") -> BinaryIO:
@@ -239,8 +235,8 @@ def open_data_file(path: Path, what: str = "data file") -> BinaryIO:
 _STEPS = ("binarize", "glue", "squad")
 
 
-def _record_of(path: Path) -> tuple[Path, dict[str, Any] | None]:
-    """Return the manifest of ``smlp data`` that lists a file, and its row there, or None.
+def _record_of(path: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the manifest of ``smlp data`` that lists a file, and its row there; None without a manifest.
 
     Raises:
         UserError: a manifest cannot be read, or is no JSON.
@@ -260,10 +256,14 @@ def _record_of(path: Path) -> tuple[Path, dict[str, Any] | None]:
             for row in content["outputs"] if content.get("step") in _STEPS else ():
                 if folder / row["name"] == path:
                     return manifest, {"bytes": row["bytes"], "sha256": row["sha256"], "step": content["step"]}
-    return path, None
+    return None
 
 
-def _parse_index(content: bytes | mmap.mmap, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+    """Return the type of tokens, and lengths and offsets of the sentences."""
+    with open_data_file(path) as file:
+        # Mapped, because the index of a large corpus has gigabytes and every rank reads it.
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     dtype, num_sentences = read_header(content[:FIRST_LENGTH], len(content), path)
     lengths = np.frombuffer(content, "<i4", num_sentences, FIRST_LENGTH)
     offsets = np.frombuffer(content, "<i8", num_sentences, FIRST_LENGTH + 4 * num_sentences)

@@ -57,7 +57,7 @@ def test_equal_logits_at_step_0(tmp_path: Path, arch: str, num_experts: int, mon
     width = {"embed_dim": 24} if arch in BY_GROWING else {}  # which the experts of an sMoE divide
     options = ("--num-sparse-layers", 2, "--num-experts", num_experts)
     dense, sparse = upcycled(tmp_path, arch, *options, **width)
-    assert sparse.config.num_sparse_layers == 2 and sparse.config.moe.num_experts == num_experts
+    assert sparse.config.num_sparse_layers == 2 and sparse.config.num_experts == num_experts
     assert sparse.config.num_dense_layers == (2 if arch in BY_COPY else 4)
     # Switch's experts are multiplied by E, which float32 does without error for powers of two only
     tolerance = 1e-6 if (arch, num_experts) == ("switch_lm_tiny", 6) else 1e-9

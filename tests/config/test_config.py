@@ -86,7 +86,7 @@ PINNED = {
 def test_modules_have_as_many_parameters_as_the_formula_says(arch):
     with torch.device("meta"):
         model = smlp.build(arch)
-    num_experts = model.config.moe.num_experts
+    num_experts = model.config.num_experts
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     other = sum(p.numel() for p in model.parameters()) - experts
     counts = parameters(model.config, world_size=num_experts)
@@ -231,7 +231,7 @@ OF_SMLP_BLOCKS = {f"smlp_{name}" for name in ("feature_scale", "projection_dim",
 
 def test_flat_settings_are_the_inverse_of_the_nested_ones():
     config = smlp.preset("smlp_tiny", num_experts=4, dropout=0.3)
-    assert config.moe.num_experts == config.num_experts == 4 and config.dropout == 0.3
+    assert config.num_experts == 4 and config.dropout == 0.3
     assert unflatten(flatten(config)) == config
     assert set(flatten(config)) == {*SETTINGS, "gmlp_gate", "gmlp_attention_dim", *OF_SMLP_BLOCKS}
     assert all(field.metadata["help"] for field in SETTINGS.values())

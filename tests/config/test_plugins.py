@@ -66,7 +66,7 @@ def test_a_flag_that_an_architecture_sets_stays_set_where_it_is_not_given():
         settings = flatten(from_training_options(arch, options, vocab_size=30, padding_idx=1))
         assert [settings[name] for name in flags] == [expected, expected]
     given = from_training_options("smlp_tiny", options | flags, vocab_size=30, padding_idx=1)
-    assert given.checkpoint_activations and given.moe.base_shuffle
+    assert given.checkpoint_activations and given.base_shuffle
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_a_relative_path_counts_from_where_the_process_was(tmp_path, monkeypatch
     monkeypatch.setenv(plugins.VARIABLE, "examples/extend/cosine_router.py")
     assert "cosine" in ROUTERS
     monkeypatch.chdir(tmp_path)
-    assert smlp.preset("cosine_lm_tiny").moe.router == "cosine"
+    assert smlp.preset("cosine_lm_tiny").router == "cosine"
 
 
 def test_choices_of_own_settings_are_checked_and_shown(tmp_path, monkeypatch):

@@ -114,7 +114,7 @@ def test_partial_routing_fills_or_refuses():
 
 @pytest.mark.parametrize("arch", PRESETS)
 def test_no_preset_drops_tokens_in_evaluation(arch):
-    assert smlp.preset(arch).moe.eval_capacity_factor == 0
+    assert smlp.preset(arch).eval_capacity_factor == 0
 
 
 def test_room_is_kept_only_for_what_is_read(monkeypatch):

@@ -209,7 +209,7 @@ def test_a_hash_model_goes_on_with_its_table(odd_runs, trained):
     before, after = (torch.load(path, weights_only=True) for path in checkpoints)
     (name,) = [name for name in before["model"] if name.endswith("router.table")]
     assert torch.equal(after["model"][name], before["model"][name])
-    configs = [smlp.load_pretrained(path).decoder.config.moe for path in checkpoints]
+    configs = [smlp.load_pretrained(path).decoder.config for path in checkpoints]
     assert configs[0] == configs[1] and configs[1].hash_kind == "balanced"
 
 

@@ -149,7 +149,7 @@ def test_settings_reach_the_layer(router):
     if isinstance(layer.router, TopKRouter):
         settings = dataclasses.asdict(layer.router.settings)
         assert settings.pop("num_choices") == (2 if router.startswith("gshard") else 1)
-        assert settings == {name: getattr(config.moe, name) for name in settings}
+        assert settings == {name: getattr(config, name) for name in settings}
 
 
 @pytest.mark.parametrize("training", [True, False])

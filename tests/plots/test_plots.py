@@ -408,7 +408,7 @@ def affinities_token_by_token(decoder: Decoder, samples: Samples) -> dict[str, d
         if routing.logits_NE is None:
             return
         for token, scores in zip(inputs[1].tolist(), routing.logits_NE.tolist(), strict=True):
-            if decoder.config.moe.router == "base":
+            if decoder.config.router == "base":
                 affinities = [1 / (1 + math.exp(-score)) for score in scores]
             else:
                 affinities = [math.exp(score) / sum(map(math.exp, scores)) for score in scores]
@@ -475,7 +475,7 @@ def test_a_map_of_affinities_stands_below_that_of_shares_where_there_are_any(arc
         assert axes.get_position().intervalx == pytest.approx(maps[0].get_position().intervalx), "columns line up"
     assert [label.get_text() for label in maps[-1].get_xticklabels()] == [symbols[piece] for piece in pieces]
     labels = [axes.get_ylabel().replace("\n", " ") for axes in figure.axes]
-    unit = "sigmoid of the score" if decoder.config.moe.router == "base" else "softmax gate"
+    unit = "sigmoid of the score" if decoder.config.router == "base" else "softmax gate"
     assert (f"mean affinity ({unit})" in labels) == (len(maps) == 2)
 
 

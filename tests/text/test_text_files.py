@@ -5,8 +5,8 @@ import codecs
 import pytest
 
 from data_prep import text_files
-from data_prep.corpus import run
 from data_prep.text_files import build, documents_of, read_text
+from smlp.cli.main import guarded
 from smlp.errors import UserError
 
 
@@ -102,10 +102,10 @@ def test_too_few_lines_and_repeated_lines(tmp_path):
 def test_command_line_ends_with_one_line(tmp_path, capsys):
     missing = str(tmp_path / "gone.txt")
     arguments = ["--text", missing, "--out", str(tmp_path / "out")]
-    assert run(lambda: text_files.main(arguments)) == 1
+    assert guarded(lambda: text_files.main(arguments)) == 1
     error = capsys.readouterr().err
-    assert error == f"error: text file {missing} cannot be read: No such file or directory\n"
+    assert error == f"smlp: error: text file {missing} cannot be read: No such file or directory\n"
     source = tmp_path / "book.txt"
     source.write_text("\n".join(f"line {number}" for number in range(1, 101)))
-    assert run(lambda: text_files.main(["--text", str(source), "--out", str(tmp_path / "out")])) == 0
+    assert guarded(lambda: text_files.main(["--text", str(source), "--out", str(tmp_path / "out")])) == 0
     assert "95.0%" in capsys.readouterr().out

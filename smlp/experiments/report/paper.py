@@ -227,7 +227,7 @@ def closest_to_paper(results: Results, name: str) -> Model | None:
 
 def is_of_the_paper(model: Model) -> bool:
     """Return whether a model is what the paper means by its name: gated experts, and more than one of them."""
-    return model.config.moe.feature_experts == "gated" and model.num_experts != 1
+    return model.config.feature_experts == "gated" and model.num_experts != 1
 
 
 def _likeness(model: Model) -> tuple[bool, int, int]:

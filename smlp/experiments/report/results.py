@@ -51,7 +51,7 @@ class Model:
     @property
     def num_experts(self) -> int:
         """Experts of a sparse layer; 0 in a dense model."""
-        return self.config.moe.num_experts if self.config.num_sparse_layers else 0
+        return self.config.num_experts if self.config.num_sparse_layers else 0
 
     @property
     def paper_name(self) -> str | None:

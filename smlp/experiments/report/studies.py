@@ -93,7 +93,7 @@ def routed_variants(results: Results) -> list[Model]:
     found = [
         model for model in results.models if model.config.num_sparse_layers and model.config.sparse_block == "smlp"
     ]
-    return found if len({model.config.moe.feature_routing for model in found}) > 1 else []
+    return found if len({model.config.feature_routing for model in found}) > 1 else []
 
 
 def variants_table(results: Results) -> Table | None:
@@ -108,7 +108,7 @@ def variants_table(results: Results) -> Table | None:
     rows = [
         {
             "model": label(model.name),
-            "routing": label(model.config.moe.feature_routing, "experiment.json: models.config.feature_routing"),
+            "routing": label(model.config.feature_routing, "experiment.json: models.config.feature_routing"),
             "per_token": perplexity_cell(results, model, subset, ALL),
             "after_prefix": perplexity_cell(results, model, subset, AFTER_PREFIX),
         }
