@@ -105,10 +105,10 @@ def run(args: argparse.Namespace) -> int:
     for option, value in (("--nproc", args.nproc), ("--dir", args.dir)):
         if value is not None:
             raise UserError(f"{option} is for smlp doctor --parallel")
-    return report(all_checks(), args.json)
+    return report(machine_checks(), args.json)
 
 
-def all_checks() -> Iterator[Check]:
+def machine_checks() -> Iterator[Check]:
     """Run every check; later ones may need what earlier ones found."""
     yield compare_version("python", platform.python_version(), *PYTHON, remedy="use Python 3.11 or 3.12")
     yield check_fairseq_version()
@@ -265,7 +265,7 @@ def check_ranks(args: argparse.Namespace) -> int:
         raise UserError(
             f"--nproc {args.nproc} starts ranks of its own, but srun has started {place.world_size} already"
         )
-    return _check(place, args)
+    return _check_as_rank(place, args)
 
 
 def _start_ranks(args: argparse.Namespace) -> int:
@@ -284,7 +284,7 @@ def _start_ranks(args: argparse.Namespace) -> int:
     return run_ranks(command, num_ranks)
 
 
-def _check(place: Any, args: argparse.Namespace) -> int:
+def _check_as_rank(place: Any, args: argparse.Namespace) -> int:
     import torch
 
     from smlp.launch.ranks import device_index
@@ -295,7 +295,7 @@ def _check(place: Any, args: argparse.Namespace) -> int:
         device = torch.device("cuda", device_index(place, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     meet(place, "nccl" if device.type == "cuda" else "gloo", TIMEOUT)
-    checks = _all_checks(device, Path(args.dir).resolve())
+    checks = rank_checks(device, Path(args.dir).resolve())
     if place.rank > 0:
         statuses = [check.status for check in checks]  # run all checks: each of them needs all ranks
         status = 1 if PROBLEM in statuses else 0
@@ -305,7 +305,8 @@ def _check(place: Any, args: argparse.Namespace) -> int:
     return status
 
 
-def _all_checks(device: Any, folder: Path) -> Iterator[Check]:
+def rank_checks(device: Any, folder: Path) -> Iterator[Check]:
+    """Run every check that needs all ranks."""
     import torch
 
     from smlp.config.presets import PRESETS

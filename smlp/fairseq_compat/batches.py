@@ -18,40 +18,27 @@ from smlp.errors import UserError
 
 
 def apply() -> None:
-    """Keep every sample.
+    """Replace what fairseq does with batches; each function says what was wrong."""
+    _keep_last_batches()
+    _refuse_long_samples()
+    _keep_batches_of_first_epoch()
+    _shuffle_after_curriculum()
+    _count_repeated_batches_as_nothing()
+    _save_number_of_ranks()
+
+
+def _keep_last_batches() -> None:
+    """Keep a last batch of any size.
 
     ``--required-batch-size-multiple`` (8 unless given) is documented as "smaller than N or a multiple of N", and
     batches are cut that way; but then a last batch of any other size is thrown away. Validation during training thus
     skips up to a whole batch of the split, its perplexity disagrees with eval-lm (which asks for no multiple), and a
     split of fewer than 8 samples is called empty. Batches follow the order of the indices, so what is missing is their
     tail.
-
-    fairseq-eval-lm leaves out every sample that is longer than the model's context: with too large a
-    ``--tokens-per-sample`` it reports the perplexity of the last, short block alone. That is refused.
-
-    A run keeps the batches that it has made for its first epoch, and draws only their order anew for each epoch; but a
-    run that is resumed in a later epoch made others, drawn with that epoch's number. It now makes those of the first.
-
-    ``--curriculum N`` leaves the batches of N epochs in their order. One data loader serves all epochs, and fairseq
-    told it only once whether to shuffle: later epochs were not shuffled either, unless a run was resumed.
-
-    A rank that has fewer batches than others repeats an old one, to keep the ranks together. fairseq decides by the
-    last batch of an update whether the whole update counts; here only the repeated batches do not count.
-
-    fairseq saves the position in an epoch in batches of one rank, but not the number of ranks. That is saved too.
     """
     from fairseq.data import data_utils
-    from fairseq.data.iterators import EpochBatchIterator
-    from fairseq.tasks.fairseq_task import FairseqTask
-    from fairseq.tasks.language_modeling import LanguageModelingTask
 
     cut = data_utils.batch_by_size
-    load = LanguageModelingTask.eval_lm_dataloader
-    iterate = FairseqTask.get_batch_iterator
-    leave_out = FairseqTask.filter_indices_by_size
-    micro_batch, validate = FairseqTask.train_step, FairseqTask.valid_step
-    iterator_state, load_iterator_state = EpochBatchIterator.state_dict, EpochBatchIterator.load_state_dict
-    begin_epoch = EpochBatchIterator._get_iterator_for_epoch
 
     @functools.wraps(cut)
     def batch_by_size(indices: Any, *rest: Any, fixed_shapes: Any = None, **kw: Any) -> Any:
@@ -74,6 +61,20 @@ def apply() -> None:
         kept = sum(len(batch) for batch in batches)
         return [*batches, indices[kept:]] if kept < len(indices) else batches
 
+    data_utils.batch_by_size = batch_by_size
+
+
+def _refuse_long_samples() -> None:
+    """Refuse samples that are longer than the model's context.
+
+    fairseq-eval-lm leaves them out: with too large a ``--tokens-per-sample`` it reports the perplexity of the last,
+    short block alone. Validation ends in a traceback.
+    """
+    from fairseq.tasks.fairseq_task import FairseqTask
+    from fairseq.tasks.language_modeling import LanguageModelingTask
+
+    load, leave_out = LanguageModelingTask.eval_lm_dataloader, FairseqTask.filter_indices_by_size
+
     @functools.wraps(load)
     def eval_lm_dataloader(self: Any, *rest: Any, max_positions: Any = None, **kw: Any) -> Any:
         tokens = self.args.tokens_per_sample
@@ -86,7 +87,7 @@ def apply() -> None:
 
     @functools.wraps(leave_out)
     def filter_indices_by_size(
-        self: FairseqTask, indices: Any, dataset: Any, max_positions: Any = None, ignore_invalid_inputs: bool = False
+        self: Any, indices: Any, dataset: Any, max_positions: Any = None, ignore_invalid_inputs: bool = False
     ) -> Any:
         limit = max_positions if isinstance(max_positions, int) else None
         sizes = getattr(dataset, "sizes", None)
@@ -96,8 +97,22 @@ def apply() -> None:
             check_lengths(sizes[indices], limit, may_leave_out=ignore_invalid_inputs)
         return leave_out(self, indices, dataset, max_positions, ignore_invalid_inputs)
 
+    LanguageModelingTask.eval_lm_dataloader = eval_lm_dataloader
+    FairseqTask.filter_indices_by_size = filter_indices_by_size
+
+
+def _keep_batches_of_first_epoch() -> None:
+    """Make the batches of the first epoch in a run that is resumed in a later one.
+
+    A run keeps them and draws only their order anew for each epoch, but a resumed run made others, drawn with that
+    epoch's number.
+    """
+    from fairseq.tasks.fairseq_task import FairseqTask
+
+    iterate = FairseqTask.get_batch_iterator
+
     @functools.wraps(iterate)
-    def get_batch_iterator(self: FairseqTask, dataset: Any, *rest: Any, epoch: int = 1, **kw: Any) -> Any:
+    def get_batch_iterator(self: Any, dataset: Any, *rest: Any, epoch: int = 1, **kw: Any) -> Any:
         kept = not (kw.get("disable_iterator_cache") or kw.get("update_epoch_batch_itr"))
         if epoch <= 1 or not kept or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
             return iterate(self, dataset, *rest, epoch=epoch, **kw)
@@ -106,31 +121,67 @@ def apply() -> None:
         dataset.set_epoch(epoch)
         return iterator
 
+    FairseqTask.get_batch_iterator = get_batch_iterator
+
+
+def _shuffle_after_curriculum() -> None:
+    """Shuffle the epochs after those of ``--curriculum N``, whose batches stay in their order.
+
+    One data loader serves all epochs, and fairseq told it only once whether to shuffle: later epochs were not shuffled
+    either, unless a run was resumed.
+    """
+    from fairseq.data.iterators import EpochBatchIterator
+
+    begin_epoch = EpochBatchIterator._get_iterator_for_epoch
+
     @functools.wraps(begin_epoch)
-    def get_iterator_for_epoch(self: EpochBatchIterator, epoch: int, shuffle: bool, *rest: Any, **kw: Any) -> Any:
+    def get_iterator_for_epoch(self: Any, epoch: int, shuffle: bool, *rest: Any, **kw: Any) -> Any:
         if self.dataloader is not None:
             self.epoch_batch_sampler.shuffle = shuffle
         return begin_epoch(self, epoch, shuffle, *rest, **kw)
 
+    EpochBatchIterator._get_iterator_for_epoch = get_iterator_for_epoch
+
+
+def _count_repeated_batches_as_nothing() -> None:
+    """Count real batches only.
+
+    A rank that has fewer batches than others repeats an old one, to keep the ranks together. fairseq decides by the
+    last batch of an update whether the whole update counts; here only the repeated batches do not count.
+    """
+    from fairseq.tasks.fairseq_task import FairseqTask
+
+    micro_batch, validate = FairseqTask.train_step, FairseqTask.valid_step
+
     @functools.wraps(micro_batch)
-    def train_step(self: FairseqTask, *args: Any, ignore_grad: bool = False, **kw: Any) -> Any:
+    def train_step(self: Any, *args: Any, ignore_grad: bool = False, **kw: Any) -> Any:
         loss, sample_size, logging_output = micro_batch(self, *args, ignore_grad=ignore_grad, **kw)
         return as_nothing(loss, sample_size, logging_output) if ignore_grad else (loss, sample_size, logging_output)
 
     @functools.wraps(validate)
-    def valid_step(self: FairseqTask, sample: Any, model: Any, criterion: Any) -> Any:
+    def valid_step(self: Any, sample: Any, model: Any, criterion: Any) -> Any:
         # unlike validation during training, fairseq-validate has no such batches
         if sample:
             self.last_valid_sample = sample
             return validate(self, sample, model, criterion)
         return as_nothing(*validate(self, real_sample(self), model, criterion))
 
+    FairseqTask.train_step = train_step
+    FairseqTask.valid_step = valid_step
+
+
+def _save_number_of_ranks() -> None:
+    """Save the number of ranks with the position in an epoch, which counts batches of one rank."""
+    from fairseq.data.iterators import EpochBatchIterator
+
+    iterator_state, load_iterator_state = EpochBatchIterator.state_dict, EpochBatchIterator.load_state_dict
+
     @functools.wraps(iterator_state)
-    def state_dict(self: EpochBatchIterator) -> dict[str, Any]:
+    def state_dict(self: Any) -> dict[str, Any]:
         return {**iterator_state(self), "num_shards": self.num_shards}
 
     @functools.wraps(load_iterator_state)
-    def load_state_dict(self: EpochBatchIterator, state: dict[str, Any]) -> None:
+    def load_state_dict(self: Any, state: dict[str, Any]) -> None:
         own = for_other_ranks(state, self.num_shards)
         try:
             load_iterator_state(self, own)
@@ -143,15 +194,8 @@ def apply() -> None:
                 "--batch-size, --max-tokens and --tokens-per-sample, or give --reset-dataloader"
             ) from error
 
-    data_utils.batch_by_size = batch_by_size
-    FairseqTask.get_batch_iterator = get_batch_iterator
-    FairseqTask.filter_indices_by_size = filter_indices_by_size
-    EpochBatchIterator._get_iterator_for_epoch = get_iterator_for_epoch
-    FairseqTask.train_step = train_step
-    FairseqTask.valid_step = valid_step
     EpochBatchIterator.state_dict = state_dict
     EpochBatchIterator.load_state_dict = load_state_dict
-    LanguageModelingTask.eval_lm_dataloader = eval_lm_dataloader
 
 
 def check_lengths(lengths: numpy.ndarray, limit: int, may_leave_out: bool) -> None:

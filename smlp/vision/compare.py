@@ -21,7 +21,7 @@ import math
 import os
 import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -69,7 +69,7 @@ _MOST_NAME = 200  # bytes; -s SEED.log is added
 #: what the runner decides itself
 _OWN = ("--data-dir", "--seed", "--output", "--experiment", "--resume", "--nproc")
 #: what models are compared at, which are options of all of them
-OF_ALL = ("--epochs", "--train-split", "--val-split")
+FOR_ALL = dict.fromkeys(("--epochs", "--train-split", "--val-split"), "which must be the same for all")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def read_comparison(path: Path) -> Comparison:
     data, options = section.text("data"), section.text("options", "")
     seeds = read_seeds(section)
     named = section.section("models")
-    models = {name: option_words(named, name, words, also_own=OF_ALL) for name, words in named.items().items()}
+    models = {name: option_words(named, name, words, also_own=FOR_ALL) for name, words in named.items().items()}
     check_names(named, models)
     section.end()
     if not data or len(models) < 2:
@@ -119,13 +119,13 @@ def check_names(section: Section, names: Iterable[str]) -> None:
             )
 
 
-def option_words(section: Section, name: str, text: Any, also_own: Sequence[str] = ()) -> list[str]:
+def option_words(section: Section, name: str, text: Any, also_own: Mapping[str, str] | None = None) -> list[str]:
     """Return the options of ``smlp vision train`` in a text as words.
 
     Args:
         section, name: where the text stands, for messages.
         text: the value there.
-        also_own: options that the caller decides, beside those of the runner.
+        also_own: options that the caller decides beside those of the runner, each with the end of the sentence.
 
     Raises:
         UserError: it is no text, or sets an option of the runner.
@@ -136,10 +136,9 @@ def option_words(section: Section, name: str, text: Any, also_own: Sequence[str]
         words = shlex.split(text)
     except ValueError as error:
         raise section.error(name, f"cannot be split into words: {error}") from None
-    for own in (*_OWN, *also_own):
+    for own, what in {**dict.fromkeys(_OWN, "which the command sets"), **(also_own or {})}.items():
         if any(word == own or word.startswith(f"{own}=") for word in words):
-            what = "smlp vision compare sets" if own in _OWN else "must be the same for all" if own in OF_ALL else None
-            raise section.error(name, f"has {own}, which {what}" if what else f"has {own}")
+            raise section.error(name, f"has {own}, {what}")
     return words
 
 

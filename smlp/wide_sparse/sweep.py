@@ -46,7 +46,7 @@ from smlp.experiments.yaml_file import Section, read_yaml
 from smlp.files import write_whole
 from smlp.vision.checkpoints import create_model
 from smlp.vision.compare import (
-    OF_ALL,
+    FOR_ALL,
     Comparison,
     check_names,
     costs,
@@ -116,7 +116,8 @@ def read_sweep(path: Path) -> Sweep:
     check_names(named, by_name)
     for name, content in by_name.items():
         one = Section(f"series.{name}", content, path)
-        words = option_words(one, "options", one.text("options", ""), also_own=("--model-kwargs", *OF_ALL))
+        own = {"--model-kwargs": "whose values belong in settings and points", **FOR_ALL}
+        words = option_words(one, "options", one.text("options", ""), own)
         common = one.section("settings").settings()
         points = [Section(f"series.{name}.points", point, path).settings() for point in one.values("points")]
         one.end()

@@ -88,7 +88,7 @@ def test_an_error_that_nobody_foresaw_is_one_sentence(monkeypatch, capsys) -> No
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_mistakes_are_one_line_and_status_1(argv: list[str], parts: list[str], capsys, monkeypatch) -> None:
-    monkeypatch.setattr(doctor, "all_checks", lambda: iter([]))
+    monkeypatch.setattr(doctor, "machine_checks", lambda: iter([]))
     assert main.main(argv) == 1
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("smlp train: using")]
     assert len(error) == 1
@@ -340,7 +340,7 @@ def test_doctor_reports_problems(monkeypatch, capsys) -> None:
         yield
 
     monkeypatch.setattr(
-        doctor, "all_checks", lambda: doctor._guarded(check_something, "it does not work", "install it")
+        doctor, "machine_checks", lambda: doctor._guarded(check_something, "it does not work", "install it")
     )
     assert doctor.run(argparse.Namespace(json=None, parallel=False, nproc=None, dir=None)) == 1
     shown = capsys.readouterr().out

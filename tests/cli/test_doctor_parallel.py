@@ -67,6 +67,6 @@ def test_every_rank_goes_through_all_checks_and_leaves(rank, monkeypatch, capsys
 
     monkeypatch.setattr(team, "meet", lambda *arguments: done.append("met"))
     monkeypatch.setattr(team, "leave", lambda: done.append("left"))
-    monkeypatch.setattr(doctor, "_all_checks", checks)
-    status = doctor._check(SimpleNamespace(rank=rank), argparse.Namespace(dir=".", json=None))
+    monkeypatch.setattr(doctor, "rank_checks", checks)
+    status = doctor._check_as_rank(SimpleNamespace(rank=rank), argparse.Namespace(dir=".", json=None))
     assert (status, done) == (1, ["met", 0, 1, 2, "left"])

@@ -71,9 +71,9 @@ def test_what_a_library_swallows_is_heard_later(monkeypatch):
             pass
         yield Check("first", "ok", "")
 
-    monkeypatch.setattr("smlp.cli.doctor.all_checks", swallowed)
+    monkeypatch.setattr("smlp.cli.doctor.machine_checks", swallowed)
     assert main(["doctor"]) == 130
-    monkeypatch.setattr("smlp.cli.doctor.all_checks", lambda: [Check("first", "ok", "")])
+    monkeypatch.setattr("smlp.cli.doctor.machine_checks", lambda: [Check("first", "ok", "")])
     assert main(["doctor"]) == 0
 
 
