@@ -26,7 +26,7 @@ EPILOG = """examples:
       --lr 1e-4 3e-4 --batch-size 16 --epochs 3 --seeds 1 2 3
 
 OUT gets results.json, results.md and a folder for each run. The same command resumes interrupted runs; finished runs
-are kept, and more points or seeds can be added.
+are kept, and more points or seeds can be added: name the old ones as well, for the results are of those named.
 
 exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same command resumes)
 """

@@ -66,12 +66,14 @@ def results_of(plan: Finetuning, folder: Folder) -> dict[str, Any]:
         points.append({"lr": lr, "batch_size": batch_size, "medians": medians, "runs": runs})
     whole = [point for point in points if all(run["scores"] for run in point["runs"].values())]
     best = max(whole, key=lambda point: point["medians"][data.subsets[0]][data.metric]["value"], default=None)
+    planned, made = {run.name for run in plan.runs()}, (folder.path / "runs").glob("*/run.json")
     encoder = {"path": str(plan.encoder.path), "arch": plan.encoder.arch, "overrides": plan.encoder.overrides}
     return {
         "encoder": {**encoder, "num_updates": plan.encoder.num_updates},
         "data": {"path": str(data.path), "task": data.task, "metric": data.metric, "rows": dict(data.rows)},
         "made_with": plan.made_with(plan.runs()[0]),
         "points": points,
+        "left_out": sorted({path.parent.name for path in made} - planned),
         "best": best and {name: best[name] for name in ("lr", "batch_size", "medians")},
         "at_edge": bool(best and at_edge(plan.lrs, {"lr": best["lr"]})),
         "paper": _paper(plan),
@@ -122,6 +124,11 @@ def page(results: dict[str, Any]) -> str:
                 f" Intervals are between order statistics, with a confidence of {' or '.join(confidences)}. They are "
                 "about seeds; other validation data would give other scores, which they do not cover."
             )
+    if results["left_out"]:
+        notes.append(
+            f"The folder has {len(results['left_out'])} more runs, such as {results['left_out'][0]}: the table has the "
+            "points and seeds of the last command alone, so name all of them to see all."
+        )
     if best is not None and len(results["points"]) > 1:
         notes.append("The best point (bold) is chosen by these scores, so its median is somewhat too high.")
     if results["at_edge"]:

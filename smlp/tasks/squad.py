@@ -204,7 +204,7 @@ class SquadTask(FairseqTask):
         metrics.log_derived("f1", lambda meters: round(self._scores(meters).f1, 2))
         windows_W6 = next(log[WINDOWS] for log in logging_outputs if WINDOWS in log)
         if self._splits[int(windows_W6[0, 0])][1].has_unanswerable:
-            metrics.log_derived("no_answer_threshold", lambda meters: round(self._scores(meters).threshold, 4))
+            metrics.log_derived("no_answer_threshold", lambda meters: round(self._scores(meters).threshold, 6))
 
     def _scores(self, meters: Any) -> SquadScores:
         """Return the scores of the windows that a group of meters has; write the answers if these are all."""

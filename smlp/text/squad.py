@@ -206,15 +206,18 @@ def score_answers(split: SquadSplit, rows_W5: np.ndarray, threshold: float | Non
 
 
 def _best_threshold(difference_Q: np.ndarray, answered_Q: np.ndarray, null_Q: np.ndarray) -> float:
-    """Return the threshold with the best mean, where questions up to it are answered and the others are not."""
+    """Return the threshold with the best mean, where questions up to it are answered and the others are not.
+
+    It is halfway between the last question that is answered and the next one, so that rounding it changes nothing.
+    """
     order_Q = np.argsort(difference_Q, kind="stable")
     sorted_Q = difference_Q[order_Q]
     gain_Q = np.cumsum((answered_Q - null_Q)[order_Q])
     is_last_Q = np.append(np.diff(sorted_Q) > 0, True)  # equal ones are answered together
     best = int(np.argmax(np.where(is_last_Q, gain_Q, -np.inf)))
     if gain_Q[best] <= 0:  # answer none
-        return float(np.nextafter(sorted_Q[0], -np.inf))
-    return float(sorted_Q[best])
+        return float(sorted_Q[0]) - 1
+    return float(sorted_Q[best : best + 2].mean()) if best + 1 < sorted_Q.size else float(sorted_Q[best]) + 1
 
 
 def answer_metric() -> Callable[[str, list[str]], tuple[float, float]]:

@@ -255,6 +255,10 @@ def test_what_is_done_is_kept_and_what_failed_is_named_and_tried_again(trainer, 
     kept = {path.parent.name for path in (tmp_path / "out").rglob("checkpoint_last.pt")}
     assert kept == {"lr1e-05-b16-s4", "lr2e-05-b16-s2", "lr2e-05-b16-s4"}
     capsys.readouterr()
+    status, started = trainer({"2e-05": [90]}, seeds=(1,))
+    assert (status, started) == (0, []) and len(found(tmp_path)["left_out"]) == 7
+    assert "The folder has 7 more runs, such as lr1e-05-b16-s1" in (tmp_path / "out" / "results.md").read_text()
+    capsys.readouterr()
     status, started = trainer({"1e-05": [80, 81, 82]}, "--dropout", "0.2")
     assert status == 1 and started == []
     assert "was made with dropout = 0.1, and the experiment now says 0.2" in capsys.readouterr().err

@@ -147,6 +147,10 @@ def test_the_threshold_of_no_answer_is_the_best_one():
         assert scores.f1 == pytest.approx(brute_force(difference, answered, null)), trial
         expected = ["" if difference[q] > scores.threshold else texts[q] for q in range(10)]
         assert list(scores.predictions.values()) == expected
+        rows[:, 1:3] /= 3  # its threshold, rounded as in the log, gives the same score
+        rounded = round(score_answers(split, rows).threshold, 6)
+        assert score_answers(split, rows, rounded).f1 == scores.f1
+        rows[:, 1:3] *= 3
         given = score_answers(split, rows, threshold=1.0)
         assert given.threshold == 1.0
         assert given.exact_match == pytest.approx(np.where(difference > 1, null, answered).mean())
