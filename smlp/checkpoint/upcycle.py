@@ -240,7 +240,7 @@ class _Making:
         return self._of_copied_block(index, rest)
 
     def _of_copied_block(self, index: int, name: str) -> LazyTensor:
-        moe, prefix = self.config, f"blocks.{self.source[index]}."
+        prefix = f"blocks.{self.source[index]}."
         copies = {
             "token_moe.experts.norm_weight": ("norm.weight", 1),
             "token_moe.experts.norm_bias": ("norm.bias", 1),
@@ -251,24 +251,26 @@ class _Making:
         }
         if name in copies:
             source, factor = copies[name]
-            return repeated(scaled(self.weights[prefix + source], factor), moe.num_experts)
+            return repeated(scaled(self.weights[prefix + source], factor), self.config.num_experts)
         if name.startswith("token_moe.router."):
             return self._router(index, name)
         return self.weights[prefix + name]
 
     def _inverse_gate(self) -> int:
-        moe = self.config
-        return 1 if moe.router == "base" and moe.base_gate == "one" else _INVERSE_GATE[moe.router](moe.num_experts)
+        config = self.config
+        if config.router == "base" and config.base_gate == "one":
+            return 1
+        return _INVERSE_GATE[config.router](config.num_experts)
 
     def _router(self, index: int, name: str) -> LazyTensor:
-        moe, generator = self.config, torch.Generator().manual_seed(self.seed + index)
+        config, generator = self.config, torch.Generator().manual_seed(self.seed + index)
         if name.endswith(".table"):
             return HeldTensor(self._table(index))
         if not name.endswith(_LEARNT_BY_ROUTERS):  # offsets, and the phase of a warm-up
-            return HeldTensor(moe.router_kind.build(self.config).state_dict()[name.removeprefix("token_moe.router.")])
-        shape = (moe.num_experts, self.config.embed_dim)
-        if moe.router == "gshard":
-            weight = (2 * torch.rand(shape, generator=generator) - 1) * self.config.embed_dim**-0.5
+            return HeldTensor(config.router_kind.build(config).state_dict()[name.removeprefix("token_moe.router.")])
+        shape = (config.num_experts, config.embed_dim)
+        if config.router == "gshard":
+            weight = (2 * torch.rand(shape, generator=generator) - 1) * config.embed_dim**-0.5
         else:
             # Random signs times one magnitude: float16 has hardly any other numbers this small.
             signs = torch.randint(0, 2, shape, generator=generator) * 2.0 - 1
@@ -276,10 +278,10 @@ class _Making:
         return HeldTensor(weight.to(self.dtype))
 
     def _table(self, index: int) -> Tensor:
-        moe = self.config
-        if moe.router == "hash" and moe.hash_kind == "balanced":
-            return balanced_table(self.frequencies_V, moe.num_experts)
-        return random_table(self.config.vocab_size, moe.num_experts, moe.for_router(index).hash_seed)
+        config = self.config
+        if config.router == "hash" and config.hash_kind == "balanced":
+            return balanced_table(self.frequencies_V, config.num_experts)
+        return random_table(config.vocab_size, config.num_experts, config.for_router(index).hash_seed)
 
     def _of_new_block(self, index: int, name: str) -> LazyTensor:
         shape = self.shapes[f"blocks.{index}.{name}"]

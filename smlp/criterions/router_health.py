@@ -139,13 +139,13 @@ class HealthRecorder:
         return figures
 
     def _record(self, sums: Tensor) -> dict[str, Any]:
-        moe = self.decoder.config
+        config = self.decoder.config
         work, routing = Work.from_tensor(sums[: Work.size()]), sums[Work.size() :]
         figures = [layer_record(sums_S) for sums_S in routing.view(len(self.layers), -1)] if self.layers else []
         layers = {}
         for layer, of_layer in zip(self.layers, figures, strict=True):
             over_tokens = isinstance(layer, TokenMoE)
-            router, items = (moe.router, "tokens") if over_tokens else (moe.feature_routing, "features")
+            router, items = (config.router, "tokens") if over_tokens else (config.feature_routing, "features")
             layers[layer.name] = {"router": router, "items": items, **of_layer}
         flops = asdict(work)
         return {

@@ -97,10 +97,10 @@ def _tuned(tuned: Mapping[str, Any], name: str) -> dict[str, Cell]:
 def incomplete(results: Results) -> list[tuple[RunResult, str]]:
     """Return the runs that did not finish or lack files, each with the reason."""
     found = []
-    chosen = (results.tuned or {}).get("chosen")
+    failed = {name for name, found in (results.tuned or {}).get("results", {}).items() if not any(found.values())}
     for run in results.runs:
         reasons = [*run.notes]
-        if run.state == MISSING and chosen is not None and run.model.name not in chosen:
+        if run.state == MISSING and run.model.name in failed:
             reasons.insert(0, "every run of its grid failed: the run.json of each, in tune/, has the reason")
         elif not run.is_done:
             reasons.insert(0, run.message or _REASONS.get(run.state, "run.json does not give the reason"))
