@@ -225,7 +225,7 @@ def _print(report: dict[str, Any]) -> None:
     )
     print(
         f"an update takes {median(times):.1f} ms ({min(times):.1f} to {max(times):.1f}); {first['ms']:.1f} ms under "
-        "the profiler, which the tables are of"
+        "the profiler, on which the tables are based"
     )
     if first["layers"]:
         _print_row("% of the update", [_HEADS.get(stage, stage) for stage in STAGES] + ["sum"])
