@@ -198,21 +198,7 @@ class Training:
             raise UserError(f"--opt {args.opt} needs second derivatives, which training does not compute")
         self.precision = precision_of(args, device)
         self.scaler = NativeScaler(device.type) if args.amp and args.amp_dtype == "float16" else None
-        self.first_epoch = 0
-        if checkpoint is not None:
-            if "optimizer" not in checkpoint:
-                raise UserError(f"--resume {args.resume} holds only weights: start from it with --initial-checkpoint")
-            if not isinstance(checkpoint.get("epoch", 0), int) or checkpoint.get("epoch", 0) < 0:
-                raise UserError(f"--resume {args.resume} is damaged: its epoch is {checkpoint['epoch']!r:.99}")
-            numbers = _numbers(self.optimizer)
-            try:
-                epoch = resume_checkpoint(self.model, args.resume, self.optimizer, self.scaler, log_info=False)
-            except Exception as error:  # of torch, which trusts the state
-                raise UserError(f"--resume {args.resume} is damaged: {type(error).__name__}: {error}") from None
-            found = _numbers(self.optimizer)
-            if not all(own <= given for own, given in zip(numbers, found, strict=True)) or not _fits(self.optimizer):
-                raise UserError(f"--resume {args.resume} is damaged: its optimizer does not fit the model")
-            self.first_epoch = int(epoch or 0)
+        self.first_epoch = 0 if checkpoint is None else self._resume(args.resume, checkpoint)
         self.average = None
         if args.model_ema:
             self.average = ModelEmaV3(self.model, decay=args.model_ema_decay, use_warmup=args.model_ema_warmup)
@@ -233,6 +219,22 @@ class Training:
         if args.distributed:
             devices = [device] if device.type == "cuda" else None
             self.network = nn.parallel.DistributedDataParallel(self.network, device_ids=devices)
+
+    def _resume(self, path: str, checkpoint: dict[str, Any]) -> int:
+        """Read the state of the optimizer, and return the epoch to begin with."""
+        if "optimizer" not in checkpoint:
+            raise UserError(f"--resume {path} holds only weights: start from it with --initial-checkpoint")
+        if not isinstance(checkpoint.get("epoch", 0), int) or checkpoint.get("epoch", 0) < 0:
+            raise UserError(f"--resume {path} is damaged: its epoch is {checkpoint['epoch']!r:.99}")
+        numbers = _numbers(self.optimizer)
+        try:
+            epoch = resume_checkpoint(self.model, path, self.optimizer, self.scaler, log_info=False)
+        except Exception as error:  # of torch, which trusts the state
+            raise UserError(f"--resume {path} is damaged: {type(error).__name__}: {error}") from None
+        found = _numbers(self.optimizer)
+        if not all(own <= given for own, given in zip(numbers, found, strict=True)) or not _fits(self.optimizer):
+            raise UserError(f"--resume {path} is damaged: its optimizer does not fit the model")
+        return int(epoch or 0)
 
     def _saver(self) -> CheckpointSaver:
         args = self.args
