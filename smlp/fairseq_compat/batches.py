@@ -87,7 +87,7 @@ def _refuse_long_samples() -> None:
 
     @functools.wraps(leave_out)
     def filter_indices_by_size(
-        self: Any, indices: Any, dataset: Any, max_positions: Any = None, ignore_invalid_inputs: bool = False
+        self: FairseqTask, indices: Any, dataset: Any, max_positions: Any = None, ignore_invalid_inputs: bool = False
     ) -> Any:
         limit = max_positions if isinstance(max_positions, int) else None
         sizes = getattr(dataset, "sizes", None)
@@ -112,7 +112,7 @@ def _keep_batches_of_first_epoch() -> None:
     iterate = FairseqTask.get_batch_iterator
 
     @functools.wraps(iterate)
-    def get_batch_iterator(self: Any, dataset: Any, *rest: Any, epoch: int = 1, **kw: Any) -> Any:
+    def get_batch_iterator(self: FairseqTask, dataset: Any, *rest: Any, epoch: int = 1, **kw: Any) -> Any:
         kept = not (kw.get("disable_iterator_cache") or kw.get("update_epoch_batch_itr"))
         if epoch <= 1 or not kept or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
             return iterate(self, dataset, *rest, epoch=epoch, **kw)
@@ -135,7 +135,7 @@ def _shuffle_after_curriculum() -> None:
     begin_epoch = EpochBatchIterator._get_iterator_for_epoch
 
     @functools.wraps(begin_epoch)
-    def get_iterator_for_epoch(self: Any, epoch: int, shuffle: bool, *rest: Any, **kw: Any) -> Any:
+    def get_iterator_for_epoch(self: EpochBatchIterator, epoch: int, shuffle: bool, *rest: Any, **kw: Any) -> Any:
         if self.dataloader is not None:
             self.epoch_batch_sampler.shuffle = shuffle
         return begin_epoch(self, epoch, shuffle, *rest, **kw)
@@ -154,12 +154,12 @@ def _count_repeated_batches_as_nothing() -> None:
     micro_batch, validate = FairseqTask.train_step, FairseqTask.valid_step
 
     @functools.wraps(micro_batch)
-    def train_step(self: Any, *args: Any, ignore_grad: bool = False, **kw: Any) -> Any:
+    def train_step(self: FairseqTask, *args: Any, ignore_grad: bool = False, **kw: Any) -> Any:
         loss, sample_size, logging_output = micro_batch(self, *args, ignore_grad=ignore_grad, **kw)
         return as_nothing(loss, sample_size, logging_output) if ignore_grad else (loss, sample_size, logging_output)
 
     @functools.wraps(validate)
-    def valid_step(self: Any, sample: Any, model: Any, criterion: Any) -> Any:
+    def valid_step(self: FairseqTask, sample: Any, model: Any, criterion: Any) -> Any:
         # unlike validation during training, fairseq-validate has no such batches
         if sample:
             self.last_valid_sample = sample
@@ -177,11 +177,11 @@ def _save_number_of_ranks() -> None:
     iterator_state, load_iterator_state = EpochBatchIterator.state_dict, EpochBatchIterator.load_state_dict
 
     @functools.wraps(iterator_state)
-    def state_dict(self: Any) -> dict[str, Any]:
+    def state_dict(self: EpochBatchIterator) -> dict[str, Any]:
         return {**iterator_state(self), "num_shards": self.num_shards}
 
     @functools.wraps(load_iterator_state)
-    def load_state_dict(self: Any, state: dict[str, Any]) -> None:
+    def load_state_dict(self: EpochBatchIterator, state: dict[str, Any]) -> None:
         own = for_other_ranks(state, self.num_shards)
         try:
             load_iterator_state(self, own)

@@ -139,11 +139,11 @@ class ExpertSaving:
         if not self.trainer.cfg.checkpoint.no_save_optimizer_state:
             state["last_optimizer_state"] = optimizer.state_dict()
         tensors = detach(state, self.experts.names, self.positions)
-        for key, tensor in tensors.items():
-            if tensor.itemsize == 2:  # in float32, as fairseq saves 16-bit weights
-                tensors[key] = tensor.to("cpu", torch.float32)
         written: Part | str | None = None
         if layout.rank < layout.group_size:
+            for key, tensor in tensors.items():
+                if tensor.itemsize == 2:  # in float32, as fairseq saves 16-bit weights
+                    tensors[key] = tensor.to("cpu", torch.float32)
             file = part_file(self.trainer.get_num_updates(), token, layout.expert_ids)
             try:
                 written = write_part(folder, file, token, layout.expert_ids, tensors)

@@ -24,7 +24,7 @@ class FeedForwardExperts(nn.Module):
     """Feed-forward experts: ``w2 act(w1 x + b1) + b2``.
 
     Those of BASE and of sMLP's tMoE each have a layer norm of their own, and ``w2`` starts at zero, so that the layer
-    starts as the identity (Lewis et al., 2021; Yu et al., 2022 section 3.1). Those of the other routers start with
+    starts as the identity (Lewis et al., 2021; Yu et al., 2022, section 3.1). Those of the other routers start with
     Xavier's values, as a dense feed-forward network does.
 
     Args:

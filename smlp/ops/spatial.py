@@ -28,8 +28,7 @@ def causal_spatial_projection(
     gate_Bmhc: Tensor | None = None,
     is_lower: bool = False,
 ) -> Tensor:
-    """Return ``(tril(W_i) @ x_i + b_i) * gate_i`` for every head i, over the tokens (Liu et al., 2021, eq. 2, made
-    causal).
+    """Return ``(tril(W_i) @ x_i + b_i) * gate_i`` for every head i, over the tokens (Liu et al., 2021, eq. 2, causal).
 
     Inputs shorter than T use the leading rows and columns of ``W`` and the leading entries of ``b``.
 

@@ -49,7 +49,7 @@ def write_figures(results: Results, to: Path) -> dict[str, Picture]:
 
 def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
     looks = styles(results.models)
-    split = results.split.capitalize()
+    split = results.split[:1].upper() + results.split[1:]
     some = [model for model in results.models if mean_curve(results, model)]
     of_paper = "" if results.is_masked else " (the paper's Figures 1 and 5)"
     titles = {

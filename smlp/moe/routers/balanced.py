@@ -1,6 +1,6 @@
 """BASE routing: balanced assignment in training, the best expert for each token in evaluation.
 
-Source: Lewis et al., 2021, and Yu et al., 2022 section 3.1 (tMoE).
+Source: Lewis et al., 2021, and Yu et al., 2022, section 3.1 (tMoE).
 """
 
 from __future__ import annotations
