@@ -23,7 +23,7 @@ from smlp.files import check_path, write_whole
 from smlp.inference.language_model import LanguageModel
 from smlp.inference.masked import MaskedLanguageModel
 from smlp.moe.experts import expert_parameters
-from smlp.nn.build import model_of
+from smlp.nn.build import model_of, without_weights
 from smlp.nn.encoder import Encoder, add_heads
 from smlp.parallel import Ranks
 from smlp.text.tokenizer import Tokenizer, Vocabulary
@@ -234,7 +234,7 @@ def load_pretrained(
     if checkpoint.config.is_leaky:
         warnings.warn(LEAKY_WARNING, stacklevel=2)
     ranks = None if ranks_for is None else ranks_for(checkpoint.config)
-    with torch.device("meta"):  # no weights are drawn only to be replaced
+    with without_weights():  # no weights are drawn only to be replaced
         model = model_of(checkpoint.config, ranks)
         if isinstance(model, Encoder):
             add_heads(model, checkpoint.state["model"])

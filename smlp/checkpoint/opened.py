@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from smlp.checkpoint.content import check_is_ours, config_of, moment_problems, progress_problems
 from smlp.checkpoint.export import is_export, prefix_of, read_export, read_safetensors
 from smlp.checkpoint.index import ExpertIndex
@@ -19,7 +17,7 @@ from smlp.config import ModelConfig
 from smlp.errors import UserError
 from smlp.files import is_safetensors
 from smlp.moe.experts import expert_parameters
-from smlp.nn.build import model_of
+from smlp.nn.build import model_of, without_weights
 from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder, add_heads
 
@@ -64,7 +62,7 @@ class Checkpoint:
     @functools.cached_property
     def skeleton(self) -> Decoder | Encoder:
         """Return the model on the meta device, without weights, with the heads that the checkpoint has."""
-        with torch.device("meta"):
+        with without_weights():
             model = model_of(self.config)
             if isinstance(model, Encoder):
                 add_heads(model, self.state["model"])

@@ -38,6 +38,7 @@ from smlp.config.presets import FROM_TASK, preset
 from smlp.errors import UserError
 from smlp.moe.routers.hashed import balanced_table, random_table
 from smlp.nn.blocks import sparse_block
+from smlp.nn.build import without_weights
 from smlp.nn.decoder import Decoder
 from smlp.text.tokenizer_files import DICTIONARY, Vocabulary
 
@@ -159,7 +160,7 @@ def upcycled(
     config = target_config(dense, arch, overrides)
     if config.router == "hash" and config.hash_kind == "balanced" and frequencies_V is None:
         raise UserError("hash_kind=balanced needs the training data: give --data")
-    with torch.device("meta"):
+    with without_weights():
         shapes = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
     making = _Making(dense, config, shapes, router_scale, seed, frequencies_V)
     model = {_PREFIX + name: making.tensor(name) for name in shapes}

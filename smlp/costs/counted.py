@@ -24,7 +24,7 @@ from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
 from smlp.nn.blocks import GatedMLPMoEBlock
-from smlp.nn.build import model_of
+from smlp.nn.build import model_of, without_weights
 from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder
 from smlp.nn.state import ForwardContext
@@ -33,7 +33,7 @@ from smlp.ops.fast_paths import reference_ops
 
 def build_without_weights(config: ModelConfig) -> Decoder | Encoder:
     """Return the model on the meta device, in evaluation mode."""
-    with torch.device("meta"):
+    with without_weights():
         return model_of(config).eval()
 
 

@@ -28,10 +28,10 @@ def load_plugin() -> None:
     fairseq scans a plug-in's folders only if it imports the package itself; here the package is imported already.
     """
     from smlp.fairseq_compat.logs import quiet_known_warnings
-    from smlp.fairseq_compat.startup import without_statistics
+    from smlp.fairseq_compat.startup import without_unused_imports
 
     quiet_known_warnings()  # must precede the import of fairseq, which also warns
-    with without_statistics():
+    with without_unused_imports():
         import fairseq  # noqa: F401
 
     from fairseq import utils

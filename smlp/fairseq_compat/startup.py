@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
+import importlib.util
 import os
 import sys
 import types
@@ -47,8 +47,17 @@ def limit_threads() -> None:
         torch.set_num_threads(num_cores())
 
 
-class _Later(types.ModuleType):
-    """A stand-in for a module, which is imported when one of its functions is called."""
+class _Used(types.ModuleType):
+    """A stand-in for a module, which is imported when something of it is used."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):  # queries of the import system
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+class _Called(types.ModuleType):
+    """A stand-in for a module whose functions can be imported from it; it is imported when one of them is called."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):  # queries of the import system
@@ -57,18 +66,21 @@ class _Later(types.ModuleType):
 
 
 @contextlib.contextmanager
-def without_statistics() -> Iterator[None]:
-    """Inside the block, let functions of sklearn.metrics and scipy.stats be imported without loading these modules.
+def without_unused_imports() -> Iterator[None]:
+    """Inside the block, let wandb and functions of sklearn.metrics and scipy.stats be imported without loading them.
 
-    ``import fairseq`` asks for a few of them, for tasks of classification, which takes 2 s. What is imported in the
-    block stays usable after it; a module that is there already is used as it is.
+    ``import fairseq`` asks for wandb (0.4 s), which only ``--wandb-project`` uses, and for statistics for tasks of
+    classification (2 s). What is imported in the block stays usable after it; a module that is there already is used
+    as it is.
     """
     added: dict[str, types.ModuleType] = {}
     if "sklearn" not in sys.modules:
-        added["sklearn"], added["sklearn.metrics"] = _Later("sklearn"), _Later("sklearn.metrics")
+        added["sklearn"], added["sklearn.metrics"] = _Called("sklearn"), _Called("sklearn.metrics")
         added["sklearn"].metrics = added["sklearn.metrics"]
     if "scipy.stats" not in sys.modules:
-        added["scipy.stats"] = _Later("scipy.stats")
+        added["scipy.stats"] = _Called("scipy.stats")
+    if "wandb" not in sys.modules and importlib.util.find_spec("wandb"):
+        added["wandb"] = _Used("wandb")
     sys.modules.update(added)
     try:
         yield

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import safetensors
-import torch
 from transformers import GenerationConfig
 
 from smlp.checkpoint.lazy import as_bytes
@@ -23,6 +22,7 @@ from smlp.hf.config import SmlpConfig, SmlpEncoderConfig
 from smlp.hf.fast_tokenizer import fast_tokenizer
 from smlp.hf.modeling import SmlpForCausalLM, SmlpForMaskedLM
 from smlp.inference.generation.continuations import banned_tokens
+from smlp.nn.build import without_weights
 from smlp.text.tokenizer_files import Vocabulary
 
 #: transformers splits larger weights into several files, by default at this size
@@ -117,7 +117,7 @@ def config_of(checkpoint: Checkpoint) -> SmlpConfig:
 
 def _model_of(checkpoint: Checkpoint, config: SmlpConfig) -> tuple[SmlpForCausalLM | SmlpForMaskedLM, list[str]]:
     """Return the model with its weights, and the names of tensors that it has no place for."""
-    with torch.device("meta"):
+    with without_weights():
         model = (SmlpForMaskedLM if checkpoint.config.is_bidirectional else SmlpForCausalLM)(config)
     weights = {name.removeprefix(checkpoint.prefix): tensor for name, tensor in checkpoint.state["model"].items()}
     own = model.core.state_dict().keys()

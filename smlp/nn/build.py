@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from smlp.config import ModelConfig
 from smlp.config.ignored_settings import ignored_settings
@@ -47,3 +50,26 @@ def build(arch: str, **overrides: Any) -> Decoder | Encoder:
     if torch.get_default_device().type == "cpu":
         check_weights(config)
     return model_of(config)
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves tensors of the meta device as they are, where torch would import its compiler (1.2 s) to draw values."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.init.normal_ and kwargs["tensor"].is_meta:  # torch names the arguments
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """Inside the block, build models on the meta device: their parameters have shapes and types, but no values."""
+    with torch.device("meta"), _NothingDrawn():
+        yield

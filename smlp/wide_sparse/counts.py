@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from smlp.config import ModelConfig
@@ -27,6 +26,7 @@ from smlp.costs.component import EXPERTS, PROJECTIONS, SPATIAL, Component
 from smlp.costs.counted import build_without_weights
 from smlp.costs.formula import components, root_of
 from smlp.nn.blocks import TokenMixing
+from smlp.nn.build import without_weights
 from smlp.nn.layers import MaskedLinear, SpatialWeights
 from smlp.vision.costs import ROOT
 from smlp.vision.costs import components as image_components
@@ -119,7 +119,7 @@ def text_rows(name: str, config: ModelConfig | None = None) -> list[Row]:
 def image_rows(name: str, config: ImageConfig | None = None) -> list[Row]:
     """Return the rows of an image model, for one image; arguments as in :func:`text_rows`."""
     config = config or image_preset(name)
-    with torch.device("meta"):
+    with without_weights():
         model = ImageModel(config)
 
     def width(layer: int, work: str) -> int:

@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from smlp.errors import UserError
 from smlp.experiments.json_files import Each, Maybe, read_json, write_json
 from smlp.experiments.report.table import (
@@ -44,6 +42,7 @@ from smlp.experiments.report.table import (
 )
 from smlp.experiments.yaml_file import Section, read_yaml
 from smlp.files import write_whole
+from smlp.nn.build import without_weights
 from smlp.vision.checkpoints import create_model
 from smlp.vision.compare import (
     FOR_ALL,
@@ -169,7 +168,7 @@ def run_sweep(
     counted, facts, num_branches = costs(sweep.comparison, parse), {}, {}
     for name, words in sweep.comparison.models.items():
         args = parse(["--data-dir", sweep.comparison.data, *sweep.comparison.options, *words])
-        with torch.device("meta"):
+        with without_weights():
             model = create_model(args)
         if not isinstance(model, ImageModel):
             raise UserError(f"{name}: --model {args.model} is timm's, but a sweep needs smlp_* models")

@@ -20,7 +20,7 @@ optimizer.step()
 optimizer.load_state_dict(optimizer.state_dict())
 optimizer.zero_grad()
 assert weight.grad is None and abs(weight[0].item() - 0.5) < 1e-6, weight
-slow = ("torch._dynamo", "sklearn", "sklearn.metrics", "scipy.stats")
+slow = ("torch._dynamo", "sklearn", "sklearn.metrics", "scipy.stats", "wandb")
 print([name for name in slow if name in sys.modules])
 
 from fairseq.criterions.sentence_prediction import f1_score, pearsonr
@@ -29,6 +29,12 @@ print(f1_score([0, 1, 1], [0, 1, 1]), round(float(pearsonr([1, 2, 3], [2, 4, 6])
 import sklearn.metrics, scipy.stats
 
 print(sklearn.metrics.f1_score.__module__.partition(".")[0], scipy.stats.norm.name)
+
+from fairseq.logging import progress_bar
+
+if progress_bar.wandb is not None:  # an extra
+    init = progress_bar.wandb.init  # as fairseq-train --wandb-project uses it
+    assert init is sys.modules["wandb"].init, init
 """
 
 

@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from architectures import LANGUAGE_MODELS
 from tiny_decoders import VARIANTS, make, random_tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import smlp
+from smlp.config.presets import PRESETS, preset
 from smlp.errors import UserError
 from smlp.evaluation.leak import randomise
+from smlp.nn.build import model_of, without_weights
 from smlp.nn.state import DecodingState, ForwardContext
 
 
@@ -136,6 +139,31 @@ def test_a_model_without_values_is_completed_by_a_checkpoint(variant, positions)
         model.load_state_dict(want.state_dict(), assign=assign)
         assert all(torch.equal(a, b) for a, b in zip(model.buffers(), want.buffers(), strict=True)), name
         assert torch.equal(model(random_tokens(2, 12)).logits, want(random_tokens(2, 12)).logits), name
+
+
+class Draws(TorchDispatchMode):
+    """Counts draws from the normal distribution."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.normal_.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("arch", [arch for arch in PRESETS if arch.endswith("_tiny")])
+def test_nothing_is_drawn_for_a_model_without_weights(arch):
+    """To draw values on the meta device, torch imports its compiler, which takes a second."""
+    config = preset(arch)
+    with Draws() as usual, torch.device("meta"):
+        want = {name: tensor.shape for name, tensor in model_of(config).state_dict().items()}
+    with Draws() as ours, without_weights():
+        got = model_of(config).state_dict()
+    assert usual.count and not ours.count
+    assert all(tensor.is_meta for tensor in got.values())
+    assert {name: tensor.shape for name, tensor in got.items()} == want
 
 
 def test_the_table_of_positions_is_one_of_the_model_not_of_how_it_was_moved():
