@@ -168,18 +168,25 @@ def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str,
     """Return the state of a checkpoint without optimizer, and the files, from the content of an export.
 
     Raises:
-        UserError: it was written by a newer version, is damaged, or holds other files than dictionary and tokenizer.
+        UserError: it was written by a newer version, is damaged, has two values of a setting, or holds other files than
+            dictionary and tokenizer.
     """
     if content[FORMAT_KEY] != FORMAT:
         raise UserError(f"{path} is an export in format {content[FORMAT_KEY]}, this version reads {FORMAT}")
     try:
-        cfg = content["cfg"]
+        cfg, settings = content["cfg"], content["settings"]
+        other = {name: cfg["model"][name] for name in settings if name not in FROM_TASK}
         history = new_history(cfg, content["num_updates"])
-        prefix = PREFIXES[content["settings"].get("direction") == "bidirectional"]
+        prefix = PREFIXES[settings.get("direction") == "bidirectional"]
         model = {prefix + name: tensor for name, tensor in content["weights"].items()}
         files = dict(content["files"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is a damaged export ({type(error).__name__}: {error})") from error
+    for name, value in other.items():
+        if value != settings[name]:
+            raise UserError(
+                f"{path} is a damaged export: {name} is {settings[name]!r} in its settings, {value!r} in its cfg"
+            )
     for name, tensor in files.items():
         if name not in _TEXT_FILES:
             raise UserError(f"{path} holds the file {name!r}: an export has {', '.join(_TEXT_FILES)} only")

@@ -230,6 +230,9 @@ def test_an_export_writes_no_file_but_its_own(whole: Path, tmp_path: Path, suffi
         lambda s: s.update(cfg="a string"),
         lambda s: s["cfg"].update(model=None),
         lambda s: s.update(num_updates="six"),
+        lambda s: s["settings"].update(num_experts="4"),
+        lambda s: s["settings"].update(dropout=float("nan")),
+        lambda s: s["settings"].update(activation="unheard of"),
     ],
 )
 def test_a_damaged_export_is_one_sentence(whole: Path, tmp_path: Path, change, capsys) -> None:
