@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from data_prep.fetch.download import Patience
+from data_prep.fetch.listing import months
 from data_prep.fetch.sequence import fetch
 from data_prep.fetch.source import Source, built_in, find_source
 from data_prep.fetch.wanted import Wanted, free_bytes
@@ -165,7 +166,11 @@ def _wanted(args: argparse.Namespace) -> list[Wanted]:
 
 
 def _options(sources: list[Source], words: list[str]) -> dict[str, dict[str, str]]:
-    """Return the options of each source, with what ``--set`` says."""
+    """Return the options of each source, with what ``--set`` says.
+
+    Raises:
+        UserError: a source has no such option, or the months are none.
+    """
     options = {source.name: dict(source.options) for source in sources}
     for word in words:
         place, equals, value = word.partition("=")
@@ -176,6 +181,9 @@ def _options(sources: list[Source], words: list[str]) -> dict[str, dict[str, str
             raise UserError(f"--set {word} is not NAME=VALUE of an option of the sources; there are {there}")
         for one in owners:
             options[one][name] = value
+    for values in options.values():
+        if "months" in values:
+            months(values["months"])
     return options
 
 

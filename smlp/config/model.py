@@ -143,6 +143,12 @@ class MoEConfig:
         require(0 <= self.hash_seed < 2**63, f"hash_seed must be at least 0 and below 2**63, got {self.hash_seed}")
 
 
+def _are_settings(value: object) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in value
+    )
+
+
 @dataclass(frozen=True)
 class ModelConfig(MoEConfig):
     """One stack of dense and sparse blocks: a decoder-only language model, or an encoder (``direction``).
@@ -256,6 +262,7 @@ class ModelConfig(MoEConfig):
                 self.layer_norm == "before" or kind.can_norm_after,
                 f"layer_norm=after is for dense transformer blocks, not for {sparse}{kind.name} blocks",
             )
+        require(_are_settings(self.extra), f"extra must be a tuple of pairs (name, value), got {self.extra!r}")
         for name, _ in self.extra:
             require(name in own_fields(), f"unknown model setting {name!r} in extra")
         for kind in self.kinds:

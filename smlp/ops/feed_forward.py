@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smlp.errors import UserError
 from smlp.ops.expert_runs import Run, padded_rows, runs
 from smlp.ops.fast_paths import add_operator, allowed, first_order_only
 from smlp.ops.functional import ACTIVATION_FUNCTIONS, activation_gradient
@@ -42,10 +43,14 @@ def expert_feed_forward(
 
     Returns:
         (A, H), in the order of ``x_AH``. Experts without tokens get zero gradients, never none.
+
+    Raises:
+        UserError: the sum of ``counts`` is not A.
     """
     weights = (w1_eFH, b1_eF, w2_eHF, b2_eH)
     if isinstance(counts, Tensor):
         return torch.ops.smlp.expert_feed_forward(x_AH, counts, *(norm or (None, None)), *weights, activation)[0]
+    _check_sum(counts, x_AH)
     if allowed(x_AH, *(norm or ()), *weights):
         padded = padded_rows(counts, x_AH, w1_eFH.size(1))
         if padded is not None:
@@ -62,6 +67,11 @@ def expert_feed_forward(
         w1, b1, w2, b2 = (value[expert] for value in weights)
         outputs.append(F.linear(act(F.linear(x_nH, w1, b1)), w2, b2))
     return torch.cat(outputs)
+
+
+def _check_sum(counts: Sequence[int], x_AH: Tensor) -> None:
+    if sum(counts) != len(x_AH):
+        raise UserError(f"counts are {sum(counts)} tokens together, but x_AH has {len(x_AH)}")
 
 
 class FusedExperts(torch.autograd.Function):
@@ -167,7 +177,9 @@ _TENSORS = "Tensor x, Tensor counts, Tensor? gain, Tensor? offset, Tensor w1"
 
 
 def _op(x_AH: Tensor, counts_e: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    parts = list(runs(counts_e.tolist(), x_AH, rest[2].size(1)))
+    counts = counts_e.tolist()
+    _check_sum(counts, x_AH)
+    parts = list(runs(counts, x_AH, rest[2].size(1)))
     out_AH, hidden = _outputs(parts, x_AH, *rest)
     return out_AH, torch.cat(hidden)
 

@@ -221,6 +221,12 @@ def test_no_preset_has_a_setting_without_effect_beyond_its_own(arch):
     assert ignored_settings(smlp.preset(arch), PRESETS[arch]) == {}
 
 
+@pytest.mark.parametrize("extra", [{"smlp_order": "tokens_first"}, (("smlp_order",),), 5, ((["smlp_order"], 1),)])
+def test_extra_settings_are_pairs(extra):
+    with pytest.raises(smlp.UserError, match=r"extra must be a tuple of pairs \(name, value\), got"):
+        ModelConfig(extra=extra)
+
+
 def test_unknown_architecture_names_the_closest():
     with pytest.raises(smlp.UserError, match=r"'smlp_tinny'.*did you mean 'smlp_tiny'"):
         smlp.preset("smlp_tinny")

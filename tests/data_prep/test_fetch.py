@@ -133,6 +133,8 @@ base = "{server.address}/"
 def test_news_of_some_months_file_by_file(server, tmp_path, capsys):
     """With --delete-downloads: one file at a time on the disk, and one that fails leaves the others alone."""
     source, out = news_source(server, tmp_path), tmp_path / "out"
+    assert run(source, "--out", out, "--set", "months=2018-13", "--dry-run") == 1
+    assert "option months is '2018-13'" in capsys.readouterr().err and not server.asked("2018-13/warc.paths.gz")
     server.faults["crawl/b.warc.gz"] = status(500)
     assert run(source, "--out", out, "--delete-downloads", *QUICK) == 1
     assert "crawl/b.warc.gz: the server answers 500" in capsys.readouterr().err

@@ -215,9 +215,9 @@ def test_what_is_wrong_is_named(tmp_path, task, file, record, message):
 def test_odd_files_are_named_too(tmp_path):
     folder = tmp_path / "storycloze"
     folder.mkdir()
-    row = 'id,"open quote,' + "word " * 40_000
+    row = 'id,"open quote,' + "word\n" * 40_000
     (folder / f"{CLOZE_FILE}.csv").write_text(f"{CLOZE_HEADER}\n{row}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"csv, line \d+: not a table \(field larger .* is a quote left open"):
+    with pytest.raises(UserError, match=r"csv, line 2: not a table \(field larger .* is a quote left open"):
         read("storycloze", tmp_path)
     for text in ("9" * 5000, "[" * 100_000):
         (tmp_path / "val.jsonl").write_text(text + "\n", encoding="utf-8")

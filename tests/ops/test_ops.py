@@ -7,6 +7,7 @@ import torch
 from comparing import EXACT, assert_same, feed_forward_reference, spatial_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smlp.errors import UserError
 from smlp.ops import (
     ACTIVATION_FUNCTIONS,
     activated_halves,
@@ -320,6 +321,15 @@ def test_summed_rows():
     with reference_ops():
         assert_same(summed_rows(y, index, 4), expected(), [y], tolerance=EXACT)
     assert summed_rows(y[:0], index[:0], 2).tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_counts_that_are_not_those_of_the_tokens_are_refused(kind):
+    """Else the rows of no expert would be whatever the memory holds."""
+    weights = [torch.randn(*shape) for shape in ((2, 6, 4), (2, 6), (2, 4, 6), (2, 4))]
+    for counts in ([20, 20], [40, 40]):
+        with pytest.raises(UserError, match=f"counts are {sum(counts)} tokens together, but x_AH has 64"):
+            expert_feed_forward(torch.randn(64, 4), kind(counts), None, *weights)
 
 
 def test_no_token_at_all_gives_zero_gradients_not_none():

@@ -233,7 +233,7 @@ def _each_row(rows: csv.DictReader, path: Path) -> Iterator[dict[str, Any]]:
     try:
         yield from rows
     except csv.Error as error:
-        raise UserError(f"{path}, line {rows.line_num}: not a table ({error}); is a quote left open?") from None
+        raise UserError(f"{path}, line {rows.line_num + 1}: not a table ({error}); is a quote left open?") from None
 
 
 def _storycloze(path: Path) -> list[Item]:
