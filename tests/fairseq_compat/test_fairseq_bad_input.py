@@ -595,6 +595,7 @@ def test_a_dictionary_in_another_order_is_refused(tmp_path: Path, caplog) -> Non
     assert not (tmp_path / "dict.txt").exists(), "nothing is put beside a checkpoint of another dictionary"
 
 
+@pytest.mark.slow
 def test_two_runs_of_hydra_need_a_save_dir_each(tiny_data, tmp_path, run_fairseq_many) -> None:
     words = HYDRA.format(user_dir=USER_DIR, data=tiny_data).replace("no_save=true", f"save_dir={tmp_path}/save").split()
     words += ["+model.num_experts=2", "dataset.disable_validation=true"]

@@ -89,6 +89,7 @@ def test_one_graph_with_sizes_that_depend_on_values(arch, training):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_compiled_models_with_a_decoding_state(dynamic):
     """The operator of gMLP-MoE's experts sees no state, so a state keeps them outside the graph."""
@@ -124,6 +125,7 @@ def test_compiled_training(arch, monkeypatch):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_option_compiles_every_block(tiny_data, tmp_path):
     """Through the command, with a backend that runs graphs as they are and notes them."""
     program = """

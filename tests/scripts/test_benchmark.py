@@ -86,6 +86,7 @@ def test_a_peer_that_is_missing_is_noted(monkeypatch):
     assert "no_such_peer" in peers.absent["no-such-peer"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", benchmark.SECTIONS)
 def test_every_part_runs(section, monkeypatch):
     monkeypatch.setattr(peers, "absent", {})

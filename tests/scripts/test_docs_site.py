@@ -10,6 +10,7 @@ import pytest
 from browser import chromium
 from running import REPOSITORY, as_user
 
+pytestmark = pytest.mark.slow
 DOCS = REPOSITORY / "docs"
 
 
@@ -63,7 +64,6 @@ def test_links_out_of_the_folder_lead_to_pages_and_files_of_the_site(site):
     assert (site / "_images" / "quickstart-curves.png").is_file()
 
 
-@pytest.mark.slow
 def test_no_page_is_wider_than_its_window(site):
     wide = []
     with chromium() as window:

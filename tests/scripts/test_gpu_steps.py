@@ -59,6 +59,7 @@ def test_a_step_that_hangs_is_ended_and_none_begins_after_the_time(tmp_path):
     assert steps.run_steps([never], tmp_path, "other", time.monotonic()) == steps.TIME_IS_UP
 
 
+@pytest.mark.slow
 def test_the_rehearsal(tmp_path):
     words = ["bash", str(FOLDER / "check.sh"), "--device", "cpu", "--out", str(tmp_path), "--only"]
     environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
@@ -75,6 +76,7 @@ def test_without_a_gpu_it_says_so(capsys):
     assert "torch sees no GPU here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_checks_find_differences(monkeypatch, tmp_path):
     project = checks.causal_spatial_projection
 
