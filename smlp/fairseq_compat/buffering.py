@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import queue
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.queues import Queue
@@ -14,29 +17,34 @@ from typing import Any
 
 from torch.utils.data._utils import signal_handling
 
+_MOST_SECONDS_AT_EXIT = 5.0  # for a source that does not answer
+
 
 def apply() -> None:
     """Let a buffer that is dropped before its end stop its thread.
 
     The thread of a loop that is left early, as every validation with ``--max-valid-steps`` is, otherwise waits for
     ever for room in its buffer. It keeps the batches there, each with open files of shared memory, until the process
-    has no more descriptors. It also reads from the same data loader as the thread of the next validation.
+    has no more descriptors. It also reads from the same data loader as the thread of the next validation. A thread that
+    is inside of torch when Python shuts down, as after Ctrl-C, aborts the process, so all end before that.
 
     A worker of a data loader that cannot pass a batch, as without room in /dev/shm, ends. It would only print the
     error, and training would wait for that batch for ever.
     """
     from fairseq.data.iterators import BufferedIterator
 
-    create = BufferedIterator._create_consumer
+    create, buffers = BufferedIterator._create_consumer, weakref.WeakSet[BufferedIterator]()
 
     @functools.wraps(create)
     def create_consumer(self: BufferedIterator) -> None:
         self._is_dropped = threading.Event()
         self._iterable = _until(self._is_dropped, self._iterable)
         create(self)
+        buffers.add(self)
 
     BufferedIterator._create_consumer = create_consumer
     BufferedIterator.__del__ = _stop_reading
+    atexit.register(_stop_at_exit, buffers)
 
     set_worker_handlers = signal_handling._set_worker_signal_handlers
 
@@ -61,12 +69,19 @@ def _until(is_dropped: threading.Event, source: Iterable[Any]) -> Iterator[Any]:
             return
 
 
-def _stop_reading(buffer: Any) -> None:
-    """End the thread of a buffer, if it was started, and wait for it."""
+def _stop_at_exit(buffers: Iterable[Any]) -> None:
+    limit = time.monotonic() + _MOST_SECONDS_AT_EXIT
+    for buffer in list(buffers):
+        _stop_reading(buffer, limit)
+
+
+def _stop_reading(buffer: Any, limit: float = float("inf")) -> None:
+    """End the thread of a buffer, if it was started, and wait for it until the clock shows ``limit``."""
     thread = getattr(buffer, "_consumer", None)
-    if thread is None or sys.is_finalizing():  # such threads no longer run when Python shuts down
+    if thread is None:
         return
     buffer._is_dropped.set()
-    while thread.is_alive():
+    while thread.is_alive() and time.monotonic() < limit:
         with suppress(queue.Empty):  # make room for the item that it is about to put
             buffer._queue.get(timeout=0.05)
+    buffer._consumer = None

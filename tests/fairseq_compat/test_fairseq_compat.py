@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import TINY_LM, USER_DIR, Finished
+from running import TINY_LM, USER_DIR, Finished, run_python
 
 from smlp.errors import UserError
 
@@ -242,6 +242,25 @@ def test_no_sample_is_dropped(applied, count: int) -> None:
     )
     assert [index for batch in batches for index in batch] == list(range(count))
     assert all(len(batch) <= 16 for batch in batches)
+
+
+READING = """
+import atexit, threading
+atexit.register(lambda: print(threading.active_count()))  # the last to be called
+from fairseq.data.iterators import BufferedIterator
+from smlp.fairseq_compat import buffering
+buffering.apply()
+
+buffer = BufferedIterator(3, range(100))
+assert next(buffer) == 0 and threading.active_count() == 2
+raise KeyboardInterrupt
+"""
+
+
+def test_no_thread_is_inside_of_torch_when_python_shuts_down() -> None:
+    """In C++, Python ends such a thread by an exception that nobody catches: SIGABRT instead of status 130."""
+    done = run_python("-c", READING, timeout=60)
+    assert done.stdout == "1\n" and done.errors[-1] == "KeyboardInterrupt", done.stderr
 
 
 class _Numbers(torch.utils.data.Dataset):

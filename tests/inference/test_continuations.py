@@ -6,6 +6,7 @@ from tiny_checkpoints import WORDS, write_checkpoint
 
 import smlp
 from smlp.inference.generation import BeamSearch, Sampling
+from smlp.inference.generation.continuations import TextWriter
 from smlp.text.tokenizer import Vocabulary
 
 
@@ -36,6 +37,18 @@ def test_the_batch_size_changes_nothing_and_order_stays(lm):
     for size in (1, 3, 20):
         again = list(lm.continuations(prompts, 4, seed=2, batch_size=size))
         assert [found[0].tokens for found in again] == [found[0].tokens for found in whole]
+
+
+def test_texts_of_a_batch_are_there_before_the_next_batch_begins(lm, monkeypatch):
+    batches, finished = [], TextWriter.finished
+
+    def counted(self, batch):
+        batches.append(batch)
+        return finished(self, batch)
+
+    monkeypatch.setattr(TextWriter, "finished", counted)
+    texts = lm.continuations(["the", "the", "the", "a", "the s1 v1", "a"], 4, batch_size=2)
+    assert [(found[0].index, len(batches)) for found in texts] == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 3), (5, 3)]
 
 
 def test_details_add_up(lm):

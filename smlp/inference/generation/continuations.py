@@ -245,14 +245,17 @@ class TextWriter:
         for start in range(0, len(prompts), window):
             order = sorted(range(start, min(start + window, len(prompts))), key=lambda index: len(tokens[index]))
             done: dict[int, list[Continuation]] = {}
+            coming = start
             for first in range(0, len(order), batch_size):
                 batch = order[first : first + batch_size]
+                done |= {index: [] for index in batch}
                 for text, shown in self.finished([tokens[index] for index in batch]):
                     index = batch[text.prompt]
                     written = (text.tokens, text.log_probs, text.finish, text.score, num_cut[index])
-                    done.setdefault(index, []).append(Continuation(prompts[index], index, text.draw, shown, *written))
-            for index in sorted(order):
-                yield sorted(done.get(index, []), key=lambda continuation: continuation.draw)
+                    done[index].append(Continuation(prompts[index], index, text.draw, shown, *written))
+                while coming in done:
+                    yield sorted(done.pop(coming), key=lambda continuation: continuation.draw)
+                    coming += 1
 
     def finished(self, batch: Sequence[Sequence[int]]) -> Iterator[tuple[Text, str]]:
         """Yield each finished text of prompts of ids, with its string, in no particular order."""
