@@ -47,7 +47,7 @@ def limit_threads() -> None:
         torch.set_num_threads(num_cores())
 
 
-class _Used(types.ModuleType):
+class _WhenUsed(types.ModuleType):
     """A stand-in for a module, which is imported when something of it is used."""
 
     def __getattr__(self, name: str) -> object:
@@ -56,7 +56,7 @@ class _Used(types.ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-class _Called(types.ModuleType):
+class _WhenCalled(types.ModuleType):
     """A stand-in for a module whose functions can be imported from it; it is imported when one of them is called."""
 
     def __getattr__(self, name: str) -> object:
@@ -75,12 +75,12 @@ def without_unused_imports() -> Iterator[None]:
     """
     added: dict[str, types.ModuleType] = {}
     if "sklearn" not in sys.modules:
-        added["sklearn"], added["sklearn.metrics"] = _Called("sklearn"), _Called("sklearn.metrics")
+        added["sklearn"], added["sklearn.metrics"] = _WhenCalled("sklearn"), _WhenCalled("sklearn.metrics")
         added["sklearn"].metrics = added["sklearn.metrics"]
     if "scipy.stats" not in sys.modules:
-        added["scipy.stats"] = _Called("scipy.stats")
+        added["scipy.stats"] = _WhenCalled("scipy.stats")
     if "wandb" not in sys.modules and importlib.util.find_spec("wandb"):
-        added["wandb"] = _Used("wandb")
+        added["wandb"] = _WhenUsed("wandb")
     sys.modules.update(added)
     try:
         yield

@@ -70,7 +70,7 @@ def expert_feed_forward(
 
 
 def _check_sum(counts: Sequence[int], x_AH: Tensor) -> None:
-    if sum(counts) != len(x_AH):
+    if not torch.compiler.is_compiling() and sum(counts) != len(x_AH):  # which would fix the sizes of a graph
         raise UserError(f"counts are {sum(counts)} tokens together, but x_AH has {len(x_AH)}")
 
 
