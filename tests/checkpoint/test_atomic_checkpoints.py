@@ -64,6 +64,7 @@ print(json.dumps(report))
 """
 
 
+@pytest.mark.slow
 def test_killed_runs_leave_only_whole_checkpoints(tiny_data: Path, tmp_path: Path) -> None:
     save_dir = tmp_path / "save"
     big = ["--decoder-embed-dim", "256", "--decoder-ffn-embed-dim", "4096"]  # some 25 MB a checkpoint

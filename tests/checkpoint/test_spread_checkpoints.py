@@ -189,6 +189,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_while_saving(moment, tiny_data, own_spread, tmp_path, run_fairseq_many):
     """Training goes on from a whole checkpoint, the one before or the new one, and ends where it would have ended."""

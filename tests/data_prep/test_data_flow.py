@@ -494,6 +494,7 @@ class SlowToArrive:
         time.sleep(20)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_workers_start_prints_no_traceback(source, tmp_path):
     code = (
         "import sys; from pathlib import Path; sys.path[:0] = ['tests/helpers', 'tests/data_prep'];"

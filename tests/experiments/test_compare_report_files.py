@@ -372,6 +372,14 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats, c
     assert set(cell(quality, "gMLP", "per_token").samples) == {1, 3}
     assert cell(quality, "Switch", "per_token").text == "–"
     assert set(cell(quality, "sMLP", "against_gMLP").samples) == {1, 3}
+    assert main(["compare", "report", str(out)]) == 0
+    page = (out / "report" / "report.md").read_text()
+    assert "**Finished, but diverged or with files missing or damaged: gMLP-s2, Switch-s1" in page
+    words = re.findall(r"\w+", re.sub("valid is nan nats", "", page))
+    assert "inf" not in words and "nan" not in words
+
+
+def test_a_report_takes_the_place_of_nothing_but_a_report(out, capsys):
     mine = out / "there" / "report.md"
     mine.parent.mkdir()
     mine.write_text("of the user")
@@ -391,10 +399,7 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats, c
     assert main(["compare", "report", str(out)]) == 0
     for _ in range(2):  # a report of ours is written again
         assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
-    page = mine.read_text()
-    assert "**Finished, but diverged or with files missing or damaged: gMLP-s2, Switch-s1" in page
-    words = re.findall(r"\w+", re.sub("valid is nan nats", "", page))
-    assert "inf" not in words and "nan" not in words
+    assert mine.read_text().startswith("# A made-up experiment\n")
 
 
 def test_a_report_leaves_nothing_of_an_earlier_one(out, tmp_path):

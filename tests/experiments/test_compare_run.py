@@ -74,6 +74,10 @@ def read(path):
     return json.loads(path.read_text())
 
 
+def compare(*words):
+    return main(["compare", *map(str, words)])
+
+
 def test_one_failure_stops_nothing_else(experiment):
     _, out, first, _, _ = experiment
     assert first.rc == 1, first.stderr
@@ -136,7 +140,7 @@ def test_a_second_call_does_what_is_left(experiment):
 
 def test_the_settings_of_a_folder_are_fixed(experiment, capsys):
     _, out, *_ = experiment
-    assert main(["compare", "run", str(out), "--quick"]) == 1
+    assert compare("run", out, "--quick") == 1
     assert capsys.readouterr().err.endswith(
         f"{out} is the folder of the runs, whose settings are fixed: leave --quick out\n"
     )
@@ -144,8 +148,7 @@ def test_the_settings_of_a_folder_are_fixed(experiment, capsys):
 
 def test_status(experiment):
     path, out, *_ = experiment
-    done = run_python("-m", "smlp", "compare", "status", path, "--out", out, "--json", out / "status.json")
-    assert done.rc == 0, done.stderr
+    assert compare("status", path, "--out", out, "--json", out / "status.json") == 0
     rows = read(out / "status.json")
     assert [(row["run"], row["state"], row["num_updates"]) for row in rows] == [
         ("runs/gMLP-s1", "done", 6),
@@ -166,10 +169,9 @@ def test_changed_settings_are_refused(experiment, tmp_path, capsys):
     ):
         assert old in path.read_text()
         other.write_text(path.read_text().replace(old, new))
-        done = run_python("-m", "smlp", "compare", "run", other, "--quick", "--out", out)
-        assert done.rc == 1 and message in done.stderr
-        assert main(["compare", "run", str(other), "--quick", "--out", str(out), "--dry-run"]) == 1
-        assert message in capsys.readouterr().err
+        for dry in ([], ["--dry-run"]):
+            assert compare("run", other, "--quick", "--out", out, *dry) == 1
+            assert message in capsys.readouterr().err
         assert [file.read_bytes() for file in recorded] == before
 
 
@@ -178,42 +180,41 @@ def test_numbers_that_are_spelled_otherwise_are_the_same(experiment, tmp_path):
     path, out, *_ = experiment
     other = tmp_path / "other.yaml"
     other.write_text(path.read_text().replace("lr: 2.0e-3", "lr: 2e-3"))
-    done = run_python("-m", "smlp", "compare", "run", other, "--quick", "--out", out)
-    assert done.rc == 0, done.stderr
+    assert compare("run", other, "--quick", "--out", out) == 0
 
 
-def test_other_held_out_text_is_refused(experiment, tiny_data, tmp_path):
+def test_other_held_out_text_is_refused(experiment, tiny_data, tmp_path, capsys):
     path, out, *_ = experiment
     shutil.copytree(tiny_data, tmp_path / "bin")
     for ending in ("bin", "idx"):
         shutil.copy(tiny_data / f"test.{ending}", tmp_path / "bin" / f"valid.{ending}")
     other = tmp_path / "other.yaml"
     other.write_text(path.read_text().replace(str(tiny_data), str(tmp_path / "bin")))
-    done = run_python("-m", "smlp", "compare", "run", other, "--quick", "--out", out)
-    assert done.rc == 1 and "was made with the sha256 of valid = " in done.stderr
+    assert compare("run", other, "--quick", "--out", out) == 1
+    assert "was made with the sha256 of valid = " in capsys.readouterr().err
     shutil.copytree(tiny_data, tmp_path / "bin", dirs_exist_ok=True)
     lines = (tiny_data / "dict.txt").read_text().splitlines()
     (tmp_path / "bin" / "dict.txt").write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
-    done = run_python("-m", "smlp", "compare", "run", other, "--quick", "--out", out)
-    assert done.rc == 1 and "was made with the sha256 of dict.txt = " in done.stderr
+    assert compare("run", other, "--quick", "--out", out) == 1
+    assert "was made with the sha256 of dict.txt = " in capsys.readouterr().err
 
 
-def test_dry_run_says_what_is_left(experiment):
+def test_dry_run_says_what_is_left(experiment, capsys):
     _, out, *_ = experiment
-    done = run_python("-m", "smlp", "compare", "run", out, "--dry-run")
-    assert done.rc == 0, done.stderr
-    assert "2 of 2 runs are done already\n" in done.stdout and "\n0 runs: about 0 s" in done.stdout
+    assert compare("run", out, "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "2 of 2 runs are done already\n" in said and "\n0 runs: about 0 s" in said
 
 
-def test_dry_run_trains_nothing(experiment, tmp_path):
+def test_dry_run_trains_nothing(experiment, tmp_path, capsys):
     path, *_ = experiment
     other = tmp_path / "other.yaml"
     other.write_text(path.read_text().replace("{arch: gmlp_lm_tiny,", "{arch: gmlp_lm_tiny, num_experts: 4,"))
-    done = run_python("-m", "smlp", "compare", "run", other, "--out", tmp_path / "dry", "--dry-run")
-    assert done.rc == 0, done.stderr
-    assert "\ngMLP: num_experts has no effect: the model has no sparse layers\n" in done.stdout
-    assert re.search(r"4 runs: about \d+ s with 2 at a time", done.stdout)
-    assert "smlp train" in done.stdout
+    assert compare("run", other, "--out", tmp_path / "dry", "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "\ngMLP: num_experts has no effect: the model has no sparse layers\n" in said
+    assert re.search(r"4 runs: about \d+ s with 2 at a time", said)
+    assert "smlp train" in said
     assert not (tmp_path / "dry").exists()
 
 

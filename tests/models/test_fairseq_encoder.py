@@ -5,10 +5,11 @@ import re
 
 import pytest
 import torch
-from running import USER_DIR, run_python
+from running import USER_DIR
 
 import smlp
 from smlp.checkpoint.opened import open_checkpoint
+from smlp.cli.main import main
 from smlp.evaluation.masked import masked_nll
 from smlp.inference.masked import MaskedLanguageModel
 from smlp.models.encoder import CoreEncoder, MLPEncoder
@@ -156,8 +157,7 @@ def test_held_out_text_is_masked_alike_with_every_seed(trained):
 def test_exports(trained, tmp_path, ending):
     folder, _ = trained
     path, export = folder / "amlp_mlm_tiny" / "checkpoint_last.pt", tmp_path / f"amlp.{ending}"
-    done = run_python("-m", "smlp", "checkpoint", "merge", path, "--export", "-o", export)
-    assert done.rc == 0, done.stderr
+    assert main(["checkpoint", "merge", str(path), "--export", "-o", str(export)]) == 0
     whole, exported = smlp.load_pretrained(path), smlp.load_pretrained(export)
     tokens = whole.batch(["the <mask> sees", "a cat"])
     assert torch.equal(whole(tokens), exported(tokens))

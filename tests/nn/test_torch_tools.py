@@ -74,6 +74,7 @@ def test_compiled_models(arch, training):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("arch", SPARSE_WHOLE)
 def test_one_graph_with_sizes_that_depend_on_values(arch, training):
@@ -156,6 +157,7 @@ def test_exported_models_take_other_sizes(arch):
         torch.testing.assert_close(got[ids != 1], want[ids != 1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gmlp_lm", "bert_mlm_rel", "smlp", "gmlp_moe", "hash_lm", "switch_lm"])
 def test_onnx(arch):
     runtime = pytest.importorskip("onnxruntime")

@@ -19,6 +19,7 @@ def test_training_is_the_same_as_in_one_process(world, group_size, archs):
     assert norms == [norms[0]] * world, "every rank sees the same norm, bit for bit"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "group_size"), [(2, 2), (4, 2)])
 def test_the_same_with_activation_checkpointing(world, group_size):
     settings = {"archs": SPARSE, "updates": 2, "checkpoint_activations": True}

@@ -27,6 +27,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_all_ranks_end_within_seconds(tiny_data, tmp_path, run_fairseq_many):
     cases = []
     for number, (place, call, how, _, _) in enumerate(FAULTS.values()):
