@@ -108,6 +108,8 @@ SAID = (
 )
 # What the empty environment of the last test runs with the wheel, and what reads the checkpoint of that.
 CLONE_ONLY = ("Perplexity", "no unexpected leak", "|hellaswag|")
+# A comparison takes a minute, and starts its trainings in the same way from a clone.
+WHEEL_ONLY = ("3 of 3 runs",)
 
 
 def run_block(reader, number):
@@ -119,7 +121,7 @@ def run_block(reader, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", ["clone"], indirect=True)
-@pytest.mark.parametrize("number", range(len(SAID)))
+@pytest.mark.parametrize("number", [number for number, said in enumerate(SAID) if said not in WHEEL_ONLY])
 def test_shown_commands_work(reader, number):
     """One after the other in one folder, as a reader runs them: later blocks read what the first has trained."""
     run_block(reader, number)
