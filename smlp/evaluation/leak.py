@@ -2,9 +2,10 @@
 
 Letters: ``B`` sequences, ``T`` tokens, ``V`` vocabulary.
 
-For positions t across the context, all tokens >= t are replaced by others, and the largest change of any logit before
-t is reported. In training mode this is done twice: with the routing of the unchanged input held fixed, and with
-routing decided anew. Balanced assignment, and a limited capacity, look at all tokens of a batch, so that in training
+For positions t across the context, all tokens >= t of one sequence are replaced by others, and the largest change of
+any logit before t, or of another sequence, is reported. Then the other sequences are replaced, which must not change
+this one. In training mode all of it is done twice: with the routing of the unchanged input held fixed, and with routing
+decided anew. Balanced assignment, and a limited capacity, look at all tokens of a batch, so that in training
 a later token can change where an earlier one goes, or whether it is dropped; the second figure measures that.
 """
 
@@ -39,7 +40,7 @@ class LeakReport:
     largest_change: float
     #: largest absolute logit; rounding errors scale with it
     largest_logit: float
-    #: t at which it was found
+    #: t at which it was found; 0 where the other sequences were replaced
     position: int
     #: share of unchanged earlier tokens that went to other experts, over all token-routed layers and all t
     rerouted: float
@@ -80,7 +81,8 @@ def leak_test(
         decoder: with any weights; see :func:`randomise` for fresh ones, whose spatial weights hide every leak.
         dtypes: precisions to test.
         positions: values of t; by default nine from 1 to T-1.
-        num_seqs: B; only the first sequence is changed, so that influence across sequences shows as well.
+        num_seqs: B; the first sequence is changed from each position on, then all of the others, so that influence
+            across sequences shows as well.
         seed: of the random tokens.
 
     Raises:
@@ -134,18 +136,23 @@ def _largest_change(
             f"{num_bad:,} of {reference.numel():,} logits are not finite in {dtype_name}: no leak can be seen"
         )
     largest, where, moved, compared = 0.0, 0, 0, 0
-    for position in positions:
-        changed = tokens.clone()
-        changed[0, position:] = others[0, position:]
+    for position in [*positions, 0] if len(tokens) > 1 else positions:
+        replaced = torch.zeros_like(tokens, dtype=torch.bool)
+        if position:
+            replaced[0, position:] = True
+        else:
+            replaced[1:] = True
+        changed = torch.where(replaced, others, tokens)
         plans = dict(reference_context.plans) if mode == "training, routing fixed" else {}
         logits, context = _logits(decoder, changed, ForwardContext(plans=plans))
         difference = (logits - reference).abs()
-        difference[0, position:] = 0
+        difference[replaced] = 0
         change = float(difference.max())
         if change > largest or change != change:
             largest, where = change, position
-        same, total = _same_experts(reference_context, context, tokens, position)
-        moved, compared = moved + total - same, compared + total
+        if position:
+            same, total = _same_experts(reference_context, context, ~replaced)
+            moved, compared = moved + total - same, compared + total
     expected = mode == "training" and any(
         [_looks_ahead(module) for module in decoder.modules() if isinstance(module, TokenMoE)]
     )
@@ -176,10 +183,8 @@ def _logits(decoder: Decoder, tokens: Tensor, context: ForwardContext) -> tuple[
     return decoder(tokens.to(device), context=context).logits.float(), context
 
 
-def _same_experts(before: ForwardContext, after: ForwardContext, tokens: Tensor, position: int) -> tuple[int, int]:
+def _same_experts(before: ForwardContext, after: ForwardContext, unchanged: Tensor) -> tuple[int, int]:
     """Count the unchanged tokens that kept their experts, and all unchanged tokens, over all token-routed layers."""
-    unchanged = torch.ones_like(tokens, dtype=torch.bool)
-    unchanged[0, position:] = False
     same = total = 0
     for layer, plan in before.plans.items():
         if isinstance(plan, RoutingPlan):

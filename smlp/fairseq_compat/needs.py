@@ -245,12 +245,16 @@ def _check_languages(task: Any) -> None:
         )
 
 
+def has_averages(path: str) -> bool:
+    """Return whether a checkpoint was written with ``--store-ema``."""
+    return "ema" in (read_structure(path).get("extra_state") or {})
+
+
 def _check_files(cfg: Any) -> None:
     if cfg.ema.store_ema and cfg.ema.ema_seed_model:
         if is_missing(cfg.ema.ema_seed_model):
             raise UserError(f"--ema-seed-model: there is no checkpoint {cfg.ema.ema_seed_model}")
-        state = read_structure(cfg.ema.ema_seed_model)
-        if "ema" not in (state.get("extra_state") or {}):
+        if not has_averages(cfg.ema.ema_seed_model):
             raise UserError(
                 f"--ema-seed-model {cfg.ema.ema_seed_model} has no averages: it was trained without --store-ema"
             )

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from smlp.fairseq_compat.divergence import diverged
 from smlp.fairseq_compat.expert_saving import ExpertSaving
 from smlp.fairseq_compat.experts import adapt_optimizer, experts_of, norm_with_experts
 from smlp.fairseq_compat.loading import check_moments, check_seen_by_all, said_in_one_sentence, warn_of_lost_updates
-from smlp.fairseq_compat.needs import check_best_metric
+from smlp.fairseq_compat.needs import check_best_metric, has_averages
 from smlp.fairseq_compat.parameter_groups import divide_steps
 from smlp.fairseq_compat.profiling import UpdateProfiler
 from smlp.fairseq_compat.records import (
@@ -163,7 +163,7 @@ class SparseTrainer(Trainer):
         """
         if self.data_parallel_world_size > 1:
             check_seen_by_all(filename)
-        with said_in_one_sentence(filename):
+        with said_in_one_sentence(filename), self._first_averages(filename):
             extra_state = super().load_checkpoint(filename, reset_optimizer, *rest, **kw)
         if extra_state is not None and not reset_optimizer:
             warn_of_lost_updates(filename, self)
@@ -175,6 +175,24 @@ class SparseTrainer(Trainer):
             if self._optimizer is not None:
                 compare_optimizers(filename, self, self._asked_of_optimizer)
         return extra_state
+
+    @contextmanager
+    def _first_averages(self, filename: str) -> Iterator[None]:
+        """Let averages begin after the block if the checkpoint that it loads has none.
+
+        fairseq would copy them from weights that it has just deleted.
+        """
+        settings = self.cfg.ema
+        begin = settings.store_ema and Path(filename).is_file() and not has_averages(filename)
+        try:
+            settings.store_ema = settings.store_ema and not begin
+            yield
+        finally:
+            settings.store_ema = settings.store_ema or begin
+        if begin:
+            self._build_ema()
+            if settings.ema_seed_model is None:
+                logger.info(f"{filename} has no averages: those of --store-ema begin with its weights")
 
     def get_train_iterator(self, *args: Any, **kw: Any) -> Any:
         """Get ready for signals before fairseq builds the first data loader, and keep the position in the data."""

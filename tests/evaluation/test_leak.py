@@ -144,6 +144,28 @@ def test_a_leak_in_training_alone_is_caught():
     assert not reports["training, routing fixed", torch.float32].passed
 
 
+class Neighbour(nn.Module):
+    """Adds a part of one sequence of the batch to another."""
+
+    def __init__(self, inner, source, target):
+        super().__init__()
+        self.inner, self.source, self.target = inner, source, target
+
+    def forward(self, x, context):
+        x, aux_losses = self.inner(x, context)
+        x = x.clone()
+        x[self.target] = x[self.target] + 0.1 * x[self.source]
+        return x, aux_losses
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0)])
+def test_sequences_that_see_each_other_are_caught(source, target):
+    model = randomise(smlp.build("gmlp_lm_tiny", **NARROW))
+    model.blocks[1] = Neighbour(model.blocks[1], source, target)
+    for report in leak_test(model):
+        assert not report.passed and (report.position == 0) == (target == 0)
+
+
 def test_an_unmasked_spatial_projection_is_caught(monkeypatch):
     from smlp.nn import layers
 

@@ -145,6 +145,11 @@ def odd_runs(trained, tiny_data, tmp_path_factory, run_fairseq_many):
             "hash_lm_tiny", "--hash-seed", "7", "--restore-file", last["hash_lm_tiny"], save_dir=folder / "table"
         ),
         "averaged": train("hash_lm_tiny", "--store-ema", "--ema-fp32", save_dir=folder / "averaged"),
+        "averaged from here": train(
+            *("hash_lm_tiny", "--finetune-from-model", last["hash_lm_tiny"], "--store-ema", "--ema-fp32"),
+            *("--ema-decay", 1.0),
+            save_dir=folder / "from_here",
+        ),
         "another optimizer": train("smlp_tiny", "--optimizer", "sgd", "--restore-file", last["smlp_tiny"]),
         "another precision": train("smlp_tiny", "--bf16", "--restore-file", last["smlp_tiny"]),
     }
@@ -159,6 +164,18 @@ def test_tables_of_ids_have_no_average(odd_runs):
     tables = [name for name in model if name.endswith("router.table")]
     assert tables and all(torch.equal(model[name], average[name]) for name in tables)
     assert any(not torch.equal(model[name], average[name]) for name in average if name not in tables)
+
+
+def test_averages_begin_with_the_weights_of_a_checkpoint_without_any(odd_runs, trained):
+    """All of it stays, as the decay is 1."""
+    folder, runs = odd_runs
+    run, before = runs["averaged from here"], trained["hash_lm_tiny"][0] / "checkpoint_last.pt"
+    assert run.rc == 0, run.stderr
+    assert f"{before} has no averages: those of --store-ema begin with its weights" in run.stdout + run.stderr
+    weights = torch.load(before, weights_only=False)["model"]
+    state = torch.load(folder / "from_here" / "checkpoint_last.pt", weights_only=False)
+    assert weights and all(torch.equal(state["extra_state"]["ema"][name], weights[name]) for name in weights)
+    assert any(not torch.equal(state["model"][name], weights[name]) for name in weights)
 
 
 def test_settings_without_effect_are_said(odd_runs):
