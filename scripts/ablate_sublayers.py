@@ -78,10 +78,17 @@ def without(module: nn.Module) -> Iterator[None]:
 
 
 def ablate(decoder: Decoder, tokens: torch.Tensor, say: Callable[[str], None]) -> list[tuple[str, str, float]]:
-    """Return rows of block, part and nats per token lost without it; the first is the model's own loss, block ''."""
+    """Return rows of block, part and nats per token lost without it; the first is the model's own loss, block ''.
+
+    Positions of a prefix, which only choose experts, do not count.
+    """
+    config = decoder.config
+    is_predicted = torch.arange(len(tokens)) % config.max_tokens >= config.prefix_tokens
+    if not is_predicted.any():
+        raise UserError(f"{len(tokens)} tokens lie in the prefix of {config.prefix_tokens}: give more --limit-tokens")
 
     def nll() -> float:
-        return -float(block_log_probs(decoder, tokens).double().mean())
+        return -float(block_log_probs(decoder, tokens)[is_predicted].double().mean())
 
     whole = nll()
     rows = [("", "the whole model", whole)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -80,10 +81,22 @@ def json_lines(option: str, path: str) -> Iterator[Callable[[Any], None]]:
         line = _line(row)
         _check_known(line, _LINES)
         with _naming(option, path):
-            file.write(line.encode())
+            _append(file, line.encode())
 
     with file:
         yield write
+
+
+def _append(file: io.FileIO, line: bytes) -> None:
+    """Write all of a line or nothing of it: a disk that is getting full takes a part without an error."""
+    written = 0
+    try:
+        while written < len(line):
+            written += file.write(line[written:]) or 0
+    except OSError:
+        if file.seekable():
+            file.truncate(file.tell() - written)
+        raise
 
 
 def check_output(option: str, path: str) -> None:

@@ -104,8 +104,9 @@ def leak_test(
     generator = torch.Generator().manual_seed(seed)
     shape = (num_seqs, config.max_tokens)
     allowed = torch.tensor([token for token in range(config.vocab_size) if token != config.padding_idx])
-    tokens = allowed[torch.randint(allowed.numel(), shape, generator=generator)]
-    others = allowed[torch.randint(allowed.numel(), shape, generator=generator)]
+    drawn, size = torch.randint(allowed.numel(), shape, generator=generator), allowed.numel()
+    shift = torch.randint(1, size, shape, generator=generator)  # every other one differs
+    tokens, others = allowed[drawn], allowed[(drawn + shift) % size]
     device, reports = decoder.embedding.weight.device, []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for dtype in dtypes:

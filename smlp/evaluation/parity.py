@@ -82,7 +82,7 @@ def compare(decoder: Decoder, samples: Samples, num_tokens: int, team: Team) -> 
     if team.size > 1 and team.size == largest_spread(decoder, team.size):
         decoders.append((spread(decoder), team.size))
     else:
-        left_out.append(f"{team.size} ranks: {_why_not_spread(decoder)}")
+        left_out.append(f"{team.size} ranks: {_why_not_spread(decoder)}" if team.size > 1 else "ranks: there is one")
     trained = decoder.config.capacity_factor
     if capacity_limits(decoder) and trained > 0:
         factors.append(trained)

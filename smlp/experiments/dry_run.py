@@ -122,8 +122,9 @@ def _print_cost(experiment: Experiment, runs: Sequence[PlannedRun], cost: Cost) 
     digits = 1 if cost.device_hours >= 1 else 2
     devices = "GPU hours" if experiment.resources.is_on_gpus else "hours of all runs one after the other"
     exponent = math.floor(math.log10(max(1.0, cost.flops)))
+    jobs = experiment.resources.at_a_time(max(map(len, _stages(runs))))
     print(
-        f"{len(runs)} runs: about {duration(cost.seconds)} with {experiment.resources.at_a_time(len(runs))} at a time, "
+        f"{len(runs)} runs: about {duration(cost.seconds)} with {jobs} at a time, "
         f"{cost.device_hours:.{digits}f} {devices}, {cost.flops / 10**exponent:.2f}e{exponent} floating-point "
         f"operations (a multiply-add is two), {cost.disk_bytes / 1e9:.1f} GB of checkpoints, "
         f"{cost.most_disk_bytes / 1e9:.1f} GB at most while it runs\n  ({cost.how})"
@@ -173,16 +174,23 @@ def estimate(
         for run in runs
     ]
     staying = sum(sizes[run.model.name] for run in runs if not run.tuning)
-    largest = sorted((sizes[run.model.name] for run in runs), reverse=True)[: resources.at_a_time(len(runs))]
+    stages = _stages(runs)
+    jobs = resources.at_a_time(max(map(len, stages)))
+    largest = sorted((sizes[run.model.name] for run in runs), reverse=True)[:jobs]
     return Cost(
         seconds_per_update=seconds,
-        seconds=_end_of_the_last(each, resources.at_a_time(len(runs))),
+        seconds=sum(_end_of_the_last([each[number] for number in stage], jobs) for stage in stages),
         device_hours=sum(each) * (resources.ranks if resources.is_on_gpus or resources.where == "slurm" else 1) / 3600,
         flops=sum(run.updates * flops[run.model.name] * resources.ranks for run in runs),
         disk_bytes=staying,
         most_disk_bytes=staying + (CHECKPOINT_FILES - 1) * sum(largest),
         how=how,
     )
+
+
+def _stages(runs: Sequence[PlannedRun]) -> list[list[int]]:
+    """Return the numbers of the runs of the grid, and of those that start when all of these have ended."""
+    return [[number for number, run in enumerate(runs) if run.tuning == tuning] for tuning in (True, False)]
 
 
 def _end_of_the_last(seconds: Sequence[float], jobs: int) -> float:

@@ -265,6 +265,19 @@ def _checksum(path: Path, mtime_ns: int) -> str:
     return sha256_of(path)
 
 
+def await_scores(experiment: Experiment, folder: Folder, runs: Sequence[PlannedRun], prefix: int) -> None:
+    """Let done runs wait for scores that the experiment asks for now, and forget failures of tasks it no longer has."""
+    for run in runs:
+        own = folder.run(run.folder)
+        state = own.state()
+        if state["state"] != DONE or run.tuning:
+            continue
+        if what_is_not_scored(experiment, own, prefix):
+            own.update_state(state=WAITING)
+        elif state["message"]:
+            own.update_state(message=None)
+
+
 def run_here(
     experiment: Experiment,
     folder: Folder,
@@ -286,10 +299,7 @@ def run_here(
         prefix: leading positions that some model of the experiment does not predict, whether it is among these runs or
             not.
     """
-    for run in runs:
-        own = folder.run(run.folder)
-        if own.state()["state"] == DONE and not run.tuning and what_is_not_scored(experiment, own, prefix):
-            own.update_state(state=WAITING)  # a model or a task was added to the experiment
+    await_scores(experiment, folder, runs, prefix)
     left = not_done(folder, runs)
     chains = [RunChain(experiment, folder, data, run, machine, progress, prefix) for run in left]
     return run_chains(chains, experiment.resources.at_a_time(len(left)), progress.watch)

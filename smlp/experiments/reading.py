@@ -370,6 +370,9 @@ def _as_number(value: Any) -> Any:
 
 def _resources(section: Section) -> Resources:
     where = section.text("where", "local", WHERE)
+    for name in ("nodes", "gpus_per_node", "tasks_per_node", "sbatch"):
+        if where == "local" and name in section:
+            raise section.error(name, "is for where: slurm, and run.where is local")
     nodes, gpus, tasks = section.count("nodes", 1), section.count("gpus_per_node"), section.count("tasks_per_node")
     ranks = section.count("ranks")
     if where == "slurm":

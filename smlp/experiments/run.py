@@ -16,7 +16,7 @@ from smlp.experiments import slurm
 from smlp.experiments.data import check_subsets, data_of, describe, dictionary_size
 from smlp.experiments.folder import DONE, FAILED, WAITING, Folder
 from smlp.experiments.json_files import write_json
-from smlp.experiments.local import Machine, is_trained, run_here, time_here
+from smlp.experiments.local import Machine, await_scores, is_trained, run_here, time_here
 from smlp.experiments.plan import (
     PlannedModel,
     PlannedRun,
@@ -112,8 +112,13 @@ def _train(
         print(f"{len(left)} of {len(runs)} {what} to do, {jobs} at a time, {machine.threads} threads each", flush=True)
         if machine.runs_on_a_gpu > 1:
             print(f"up to {machine.runs_on_a_gpu} of them share a GPU and slow each other down", flush=True)
-    prefix = max(model.config.prefix_tokens for model in models)
-    return run_here(experiment, folder, data, runs, machine, Progress(folder, runs), prefix) if runs else None
+    progress = Progress(folder, runs)
+    return run_here(experiment, folder, data, runs, machine, progress, _prefix(models)) if runs else None
+
+
+def _prefix(models: Sequence[PlannedModel]) -> int:
+    """Return how many leading positions some model does not predict."""
+    return max(model.config.prefix_tokens for model in models)
 
 
 def _note_environment(
@@ -159,6 +164,7 @@ def _submit(experiment: Experiment, folder: Folder, data: str, models: Sequence[
         runs = main_runs(experiment, models, chosen)
         left = [run for run in runs if not is_trained(folder.run(run.folder), run.updates)]
         if not left:
+            await_scores(experiment, folder, runs, _prefix(models))
             if any(folder.run(run.folder).state()["state"] != DONE for run in runs):
                 print(f"all runs are trained; job {slurm.submit_scores(experiment, folder)} scores them", flush=True)
                 return 0

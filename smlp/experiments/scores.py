@@ -105,14 +105,14 @@ def updates_of(checkpoint: Path) -> int:
 
 
 def check_agreement(run: RunFolder, subset: str, num_updates: int, nll: float, tolerance: float) -> None:
-    """Compare a loss with the training's validation after its last update, unless the run had diverged by then.
+    """Compare a loss with the training's validation on it after its last update, unless the run had diverged by then.
 
     Raises:
         UserError: they differ by more than the tolerance.
     """
-    valid = curve_of(log_records(run.log), run.path.name).valid
+    valid = curve_of(log_records(run.log), run.path.name, subset).valid
     said = {point.num_updates: point.bits * math.log(2) for point in valid}.get(num_updates)
-    if subset == "valid" and said is not None and abs(said - nll) > tolerance:
+    if said is not None and abs(said - nll) > tolerance:
         raise UserError(
             f"{run.path}: {nll:.4f} nats per token on {subset}, but the last validation in training, after update "
             f"{num_updates}, gave {said:.4f}"

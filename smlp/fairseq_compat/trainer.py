@@ -304,6 +304,18 @@ class SparseTrainer(Trainer):
                 self.data_order.add(self.get_num_updates(), digest=digest_of(logging_outputs))
         return result
 
+    @property
+    def _start_time(self) -> float:
+        """When the measured time began, on a clock that nobody sets: fairseq's own may jump over --stop-time-hours."""
+        return self._began
+
+    @_start_time.setter
+    def _start_time(self, _: float) -> None:
+        self._began = time.monotonic()
+
+    def _local_cumulative_training_time(self) -> float:
+        return time.monotonic() - self._start_time + self._previous_training_time
+
     def cumulative_training_time(self) -> float:
         """Return the seconds, or exit: fairseq asks when an update is logged, before it validates or saves."""
         if self._update_just_done:

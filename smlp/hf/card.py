@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from smlp.checkpoint.opened import Checkpoint
 from smlp.costs.formula import flops_per_token
+from smlp.evaluation.perplexity import of_bits
 
 _CARD = """---
 library_name: transformers
@@ -109,10 +111,12 @@ def _evaluation(checkpoint: Checkpoint, cfg: Any) -> str:
     best = (checkpoint.state.get("extra_state") or {}).get("best")
     if not isinstance(best, int | float) or _part(cfg, "checkpoint", "best_checkpoint_metric") not in (None, "loss"):
         return "No perplexity is recorded in the checkpoint."
+    if not isfinite(perplexity := of_bits(best)):
+        return "The training run diverged."
     what = "of masked tokens " if checkpoint.config.is_bidirectional else ""
     return (
-        f"The best validation perplexity {what}of the training run was {2**best:.2f} per token ({best:.3f} bits), on "
-        "its own validation data. It may be that of another checkpoint of the run."
+        f"The best validation perplexity {what}of the training run was {perplexity:.2f} per token ({best:.3f} bits), "
+        "on its own validation data. It may be that of another checkpoint of the run."
     )
 
 

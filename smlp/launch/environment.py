@@ -40,12 +40,13 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
     """
 
     try:
-        if Path(_git(folder, "rev-parse", "--show-toplevel").strip()).resolve() != folder.resolve():
+        top = os.fsdecode(_git(folder, "rev-parse", "--show-toplevel").removesuffix(b"\n"))
+        if Path(top).resolve() != folder.resolve():
             return None  # installed inside another repository
         revision, status = _git(folder, "rev-parse", "HEAD").strip(), _git(folder, "status", "--porcelain", "-uno")
-        found = {"revision": revision, "changed": bool(status)}
+        found = {"revision": revision.decode(), "changed": bool(status)}
         if found["changed"]:
-            found["difference_sha256"] = hashlib.sha256(_git(folder, "diff", "HEAD").encode()).hexdigest()
+            found["difference_sha256"] = hashlib.sha256(_difference(folder)).hexdigest()
         return found
     except (OSError, subprocess.SubprocessError):
         return None
@@ -61,13 +62,18 @@ def keep_difference(git: dict[str, Any] | None, to: Path) -> None:
     if git is None or not git["changed"]:
         return
     with suppress(OSError, subprocess.SubprocessError):
-        difference = _git(Path(smlp.__path__[0]).parent, "diff", "HEAD")
-        (to / f"changes-{git['difference_sha256'][:12]}.patch").write_text(difference, encoding="utf-8")
+        difference = _difference(Path(smlp.__path__[0]).parent)
+        (to / f"changes-{git['difference_sha256'][:12]}.patch").write_bytes(difference)
 
 
-def _git(folder: Path, *words: str) -> str:
+def _difference(folder: Path) -> bytes:
+    """Return what ``git apply`` takes, whatever the encoding and the line ends of the files that were changed."""
+    return _git(folder, "diff", "--binary", "HEAD")
+
+
+def _git(folder: Path, *words: str) -> bytes:
     command = ["git", "-C", str(folder), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    return subprocess.run(command, capture_output=True, check=True, timeout=20).stdout
 
 
 def _plugins() -> dict[str, str]:

@@ -142,6 +142,7 @@ def allowed(*tensors: Tensor) -> bool:
     first = tensors[0]
     return (
         not _only_obvious()
+        and not first.is_meta  # which has no autocast to ask about
         and all(tensor.dtype == first.dtype for tensor in tensors)
         and not torch.is_autocast_enabled(first.device.type)
     )

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,8 @@ AXES = {
     "layers": "blocks L",
     "density": "density p",
 }
+#: what tells models apart that are at the same place of an axis
+_SHAPE = ("channels", "tokens", "layers")
 #: connections may differ by this share from those of the file: S and C are whole numbers
 TOLERANCE = 0.05
 _RECORD = "sweep.json"
@@ -243,8 +245,9 @@ def write_report(out: Path) -> None:
 def _points_table(
     record: dict[str, Any], errors: dict[str, dict[int, float]], similarities: dict[str, dict[int, float]]
 ) -> Table:
-    """Make the table of all models: errors, and differences from the widest of each series."""
+    """Make the table of all models: errors, and differences from the widest of each series, or its first."""
     rows, facts, source = [], record["facts"], "sweep.json: facts"
+    differ = any(len({facts[name]["width"] for name in names}) > 1 for names in record["series"].values())
     for series, names in record["series"].items():
         widest = max(names, key=lambda name: facts[name]["width"])
         for name in names:
@@ -268,7 +271,7 @@ def _points_table(
         Column("mflops", "MFLOPs an image", "forward pass, 2 for a multiply-add"),
         Column("parameters", "parameters (M)", "counted, with masked weights"),
         Column("error", "error (%)", "of validation after the last epoch"),
-        Column("difference", "minus the widest (points)", "paired by seed"),
+        Column("difference", f"minus the {'widest' if differ else 'first'} (points)", "paired by seed"),
         VERDICT_COLUMN,
         Column("cka", f"CKA with {record['similarity']}", "mean over branches of the same number"),
     ]
@@ -284,11 +287,10 @@ def _series_tables(record: dict[str, Any], errors: dict[str, dict[int, float]]) 
     """Make the table of differences between the first series and the others, where they share points of the axis."""
     facts, x = record["facts"], record["x"]
     (first, own), *others = record["series"].items()
-    by_place = {facts[name][x]: name for name in own}
     rows = []
     for series, names in others:
         for name in names:
-            partner = by_place.get(facts[name][x])
+            partner = _at_the_place_of(name, names, own, facts, x)
             if partner is not None and (cells := difference_cells(errors[name], errors[partner], _ERRORS)):
                 place = amount(facts[name][x], ",.4g" if x == "density" else ",d", "sweep.json: facts")
                 rows.append({"series": label(f"{series} minus {first}"), "x": place, **cells})
@@ -299,6 +301,16 @@ def _series_tables(record: dict[str, Any], errors: dict[str, dict[int, float]]) 
         VERDICT_COLUMN,
     ]
     return [Table("series", "Between series", columns, rows)] if rows else []
+
+
+def _at_the_place_of(
+    name: str, series: Sequence[str], others: Sequence[str], facts: dict[str, dict[str, Any]], x: str
+) -> str | None:
+    """Return the model of another series at the same place of the axis: of several there, the one of the same shape."""
+    here, there = ([one for one in names if facts[one][x] == facts[name][x]] for names in (series, others))
+    if len(here) > 1 or len(there) > 1:
+        there = [one for one in there if all(facts[one][axis] == facts[name][axis] for axis in _SHAPE)]
+    return there[0] if there else None
 
 
 def _num_images(data: str, split: str) -> int:

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import resource
+import signal
 import threading
 
 import pytest
@@ -56,6 +58,23 @@ def test_json_lines_say_everything(path, lm, prompts, tmp_path, capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["prompt"] for row in rows] == ["the s1", "a o2 and the s2", "", "the"]
     assert all(row["score"] < 0 and row["settings"]["method"] == "beam search" for row in rows)
+
+
+def test_a_full_disk_leaves_whole_lines(path, prompts, tmp_path, capsys):
+    """As a full disk does, the limit lets a part of the last line in."""
+    output, limits = tmp_path / "texts.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    command = ["generate", "--path", path, "--file", prompts, "--max-tokens", "5", "--output", str(output)]
+    assert main(command) == 0
+    lines = output.read_bytes().splitlines(keepends=True)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(lines[0]) + 20, limits[1]))
+    try:
+        assert main(command) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert f"cannot write --output {output}: " in capsys.readouterr().err
+    assert output.read_bytes() == lines[0]
 
 
 def test_several_texts_have_a_line_each(path, lm, prompts, capsys):

@@ -8,6 +8,7 @@ from torch import nn
 
 import smlp
 from smlp.errors import NaNError
+from smlp.evaluation import leak
 from smlp.evaluation.leak import default_positions, leak_test, randomise
 from smlp.nn.blocks.gmlp import GATES
 
@@ -185,6 +186,18 @@ def test_where_every_logit_is_nan_no_leak_can_be_seen():
 def test_only_decoders_can_leak():
     with pytest.raises(smlp.UserError, match=r"a leak test takes a decoder, such as .*, got None"):
         leak_test(None)
+
+
+def test_every_replaced_token_is_another_one(monkeypatch):
+    """Else a leak from the last position alone is missed with one seed of seven."""
+    seen, narrow, logits = [], {**NARROW, "vocab_size": 8, "max_tokens": 16}, leak._logits
+    monkeypatch.setattr(leak, "_logits", lambda model, ids, context: seen.append(ids) or logits(model, ids, context))
+    for seed in range(8):
+        seen.clear()
+        leak_test(smlp.build("gmlp_lm_tiny", **narrow), dtypes=(torch.float32,), positions=[1, 15], seed=seed)
+        before, from_1, from_15, others = seen[:4]
+        assert (before[0, 1:] != from_1[0, 1:]).all() and before[0, 15] != from_15[0, 15]
+        assert (before[1:] != others[1:]).all() and torch.equal(before[0], others[0])
 
 
 def test_positions_reach_both_ends():

@@ -132,6 +132,16 @@ def test_of_several_sparse_transformers_the_best_sets_a_target(tmp_path, monkeyp
     assert origins == ["the last validation of gMLP", "the last validation of Hash"]
 
 
+def test_a_run_that_diverged_sets_no_target(tmp_path):
+    """It has no points after its divergence, and the others have."""
+    out = write_experiment(tmp_path)
+    want = targets(read_results(out))[0].perplexity
+    log = run_folder(out, "gMLP", 3) / "train.log"
+    log.write_text("\n".join(line for line in log.read_text().splitlines() if '"valid_num_updates": "40"' not in line))
+    found = targets(read_results(out))[0]
+    assert found.origin.startswith("the last validation of gMLP") and found.perplexity == pytest.approx(want, rel=0.01)
+
+
 def test_crossing():
     points = [LossPoint(10, 6.0), LossPoint(20, 5.0), LossPoint(30, 5.5), LossPoint(40, 4.0)]
     assert first_crossing(points, 2**5.25) == pytest.approx(17.5)

@@ -164,6 +164,15 @@ def test_a_run_with_a_line_missing_from_its_times_says_so(out):
         assert ("update_times.jsonl has no line of update 2" in "".join(run.notes)) == said
 
 
+def test_a_run_with_a_line_missing_from_its_data_order_says_so(out):
+    path = out / "runs" / "gMLP-s1" / "data_order.jsonl"
+    lines = path.read_text().splitlines()
+    for kept, said in ((lines, False), (lines[:6] + lines[7:], True), (lines[:-1], True)):
+        path.write_text("\n".join(kept))
+        (run,) = (run for run in read_results(out).runs if run.folder == path.parent)
+        assert ("data_order.jsonl has no line of update" in "".join(run.notes)) == said
+
+
 def test_a_run_of_another_model_says_so(out):
     path = run_folder(out, "gMLP", 1) / "run.json"
     record = json.loads(path.read_text())

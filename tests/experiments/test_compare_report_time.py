@@ -52,6 +52,15 @@ def test_attempts_that_lack_one_give_no_time(out):
     assert cell(tables(out)[SPLIT], "gMLP", "other_s").text == "–"
 
 
+def test_a_start_without_its_attempt_gives_no_time(out):
+    """The attempt that was written down is longer than all training steps together."""
+    run = run_folder(out, "gMLP", 2)
+    (run / "environment.jsonl").write_text('{"smlp": "0.1.0"}\n')
+    assert set(cell(tables(out)[SPLIT], "gMLP", "other_s").samples) == {1, 2, 3}
+    (run / "environment.jsonl").write_text('{"smlp": "0.1.0"}\n' * 2)
+    assert set(cell(tables(out)[SPLIT], "gMLP", "other_s").samples) == {1, 3}
+
+
 def test_on_a_cluster_the_log_says_how_long_it_took(out):
     """The job that scores leaves attempts, those that train leave none."""
     for seed in (1, 2, 3):

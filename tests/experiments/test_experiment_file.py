@@ -142,6 +142,7 @@ MISTAKES = {
     "precision": (FILE + "evaluate: {dtype: int8}\n", r"evaluate.dtype must be one of fp32, bf16, fp16, got 'int8'"),
     "where": (FILE + "run: {where: cloud}\n", r"run.where must be one of local, slurm, got 'cloud'"),
     "slurm": (FILE + "run: {where: slurm}\n", r"run needs gpus_per_node or"),
+    "of slurm": (FILE + "run: {gpus_per_node: 8}\n", r"run.gpus_per_node is for where: slurm, and run.where is local"),
     "mfu": (FILE + "run: {mfu: 30}\n", r"run.mfu is a share .*, got 30"),
     "no rate": (FILE.replace("lr: 2e-3", "lr: 0"), r"recipe.lr must be a positive number, got 0"),
     "negative rate": (

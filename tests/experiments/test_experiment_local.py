@@ -360,6 +360,22 @@ def test_jobs_that_come_to_nothing_are_submitted_again_but_not_for_ever(planned,
     assert "two jobs failed to train it" in folder.run("tune/b-0.002").state()["message"]
 
 
+def test_scores_that_the_file_asks_for_later_are_a_job_of_the_cluster(planned, monkeypatch, capsys):
+    experiment, models, folder = planned(CLUSTER.replace("tune", "#") + "evaluate: {subsets: [valid, test]}\n")
+    runs = main_runs(experiment, models, {})
+    for run in runs:
+        own = folder.run(run.folder)
+        own.update_state(state=DONE, trained=True, model=run.model.name, seed=run.seed, message="zeroshot failed")
+        write_json(own.scores, {"subsets": {"valid": {}, "test": {}}, "prefix": 0})
+    assert experiment_run._submit(experiment, folder, "data-bin", models) == 0
+    assert "failed: " not in capsys.readouterr().out, "no tasks are asked for any more"
+    write_json(folder.run(runs[1].folder).scores, {"subsets": {"valid": {}}, "prefix": 0})
+    monkeypatch.setattr(slurm, "submit_scores", lambda experiment, folder: "77")
+    assert experiment_run._submit(experiment, folder, "data-bin", models) == 0
+    assert "all runs are trained; job 77 scores them" in capsys.readouterr().out
+    assert [folder.run(run.folder).state()["state"] for run in runs] == [DONE, WAITING]
+
+
 def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
     experiment, _, folder = planned(CLUSTER)
     monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "12\n")
@@ -419,6 +435,9 @@ def test_scores_in_16_bits_agree_less_closely(tmp_path):
     check_agreement(run, "valid", 8, nll, HALF_AGREEMENT)
     with pytest.raises(UserError, match=r"2\.0894 nats per token on valid, but .* after update 8, gave 2\.0794"):
         check_agreement(run, "valid", 8, nll, AGREEMENT)
+    run.log.write_text(run.log.read_text().replace("valid_", "held-out_"))
+    with pytest.raises(UserError, match="on held-out, but the last validation"):
+        check_agreement(run, "held-out", 8, nll, AGREEMENT)
 
 
 def test_a_run_that_diverged_is_scored_all_the_same(tmp_path):
@@ -451,6 +470,8 @@ def test_what_a_changed_clone_differs_by_is_kept(tmp_path, monkeypatch):
     (clone / "smlp").mkdir(parents=True)
     out.mkdir()
     (clone / "smlp" / "one.py").write_text("before\n \n\n")
+    (clone / "smlp" / "two.txt").write_bytes(b"caf\xe9\r\n")  # no UTF-8, and line ends of Windows
+    (clone / "smlp" / "three.bin").write_bytes(bytes(range(256)))
     identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
     for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-qm", "one"]):
         subprocess.run(["git", "-C", str(clone), *words], check=True, timeout=60)
@@ -458,11 +479,13 @@ def test_what_a_changed_clone_differs_by_is_kept(tmp_path, monkeypatch):
     keep_difference(git_revision(clone), out)
     assert not list(out.iterdir())
     (clone / "smlp" / "one.py").write_text("after\n \n\n")
+    (clone / "smlp" / "two.txt").write_bytes(b"caf\xe9s\r\n")
+    (clone / "smlp" / "three.bin").write_bytes(bytes(range(255, -1, -1)))
     found = git_revision(clone)
     keep_difference(found, out)
     (patch,) = out.iterdir()
     assert patch.name == f"changes-{found['difference_sha256'][:12]}.patch"
-    assert "-before\n+after\n" in patch.read_text()
+    assert b"-before\n+after\n" in patch.read_bytes()
     subprocess.run(["git", "-C", str(clone), "checkout", "-q", "."], check=True, timeout=60)
     subprocess.run(["git", "-C", str(clone), "apply", str(patch)], check=True, timeout=60)
     assert git_revision(clone) == found

@@ -58,6 +58,14 @@ def test_costs(planned, monkeypatch):
     assert one_by_one.most_disk_bytes == 12 * sum(sizes) + 2 * 12 * max(sizes)
 
 
+def test_runs_begin_when_the_grid_has_ended(planned, monkeypatch):
+    monkeypatch.setattr(dry_run, "measure_update", lambda model, experiment, threads: 0.5)
+    experiment, models, _ = planned(FILE + "run: {jobs: 8}\n")
+    grid, runs = tuning_runs(experiment, models), main_runs(experiment, models, {"a": 0.001, "b": 0.001})
+    first, then, both = (dry_run.estimate(experiment, models, some, 1).seconds for some in (grid, runs, [*grid, *runs]))
+    assert both == pytest.approx(first + then)
+
+
 @pytest.mark.parametrize(("timed", "again"), [({}, True), ({"b": 1}, True), ({"a": 1}, False)])
 def test_a_model_that_came_later_is_timed(planned, monkeypatch, timed, again):
     experiment, models, folder = planned()

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -294,3 +295,13 @@ def test_loops_that_are_left_early_leave_nothing_behind(applied, buffer_size: in
         found.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
     (threads, first_files), *_, (last_threads, last_files) = found
     assert last_threads == threads and last_files <= first_files + 4  # of one batch on its way more or less
+
+
+def test_no_jump_of_the_clock_counts_as_training(monkeypatch):
+    """Which --stop-time-hours would take for it."""
+    from smlp.fairseq_compat.trainer import SparseTrainer
+
+    trainer = object.__new__(SparseTrainer)
+    trainer._start_time, trainer._previous_training_time = time.time(), 5.0
+    monkeypatch.setattr(time, "time", lambda: 1e12)
+    assert 5.0 <= trainer._local_cumulative_training_time() < 1000

@@ -120,6 +120,8 @@ def test_the_card_says_what_the_checkpoint_records(tmp_path):
     assert "At most 24,000 tokens were read (4 sequences on each of 1 ranks, 2 times for each update)" in card
     assert "perplexity of the training run was 8.00 per token (3.000 bits)" in card
     assert "The first 6 positions only choose experts" in card and "Updates: 100." in card
+    torch.save({**state, "extra_state": {"best": 1500.0}}, path)
+    assert "The training run diverged." in (exported(path, tmp_path / "again") / "README.md").read_text()
 
 
 @torch.no_grad()

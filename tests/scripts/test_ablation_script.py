@@ -6,6 +6,7 @@ from running import REPOSITORY
 
 import smlp
 from smlp.evaluation.leak import randomise
+from smlp.evaluation.scoring import block_log_probs
 
 
 @pytest.fixture
@@ -41,6 +42,15 @@ def test_every_part_matters_and_comes_back(script, arch):
     assert all(abs(lost) > 1e-6 for _, _, lost in rows)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert script.ablate(model, tokens, lambda line: None)[0][2] == loss
+
+
+def test_a_prefix_does_not_count(script):
+    model = build("smlp_partial_tiny")
+    tokens, prefix = torch.randint(4, 30, (16,), generator=torch.Generator().manual_seed(3)), model.config.prefix_tokens
+    (_, _, loss), *_ = script.ablate(model, tokens, lambda line: None)
+    log_probs = block_log_probs(model, tokens).double().view(2, 8)
+    assert prefix > 0 and loss == pytest.approx(-float(log_probs[:, prefix:].mean()))
+    assert loss != pytest.approx(-float(log_probs.mean()))
 
 
 def test_without_a_part_the_rest_is_what_a_model_without_it_computes(script):

@@ -197,3 +197,33 @@ def test_the_examples_can_be_run(path, digits, monkeypatch, capsys):
     cost = {"flops": 1, "parameters": 1}
     monkeypatch.setattr(sweep, "costs", lambda comparison, parse: dict.fromkeys(comparison.models, cost))
     assert run(path, Path("nowhere"), "--dry-run") == 0 and not Path("nowhere").exists()
+
+
+def test_of_models_at_one_place_those_of_one_shape_are_compared():
+    """Swapped C and S give one width."""
+    facts = {
+        f"{series} {channels}": {"width": 696, "channels": channels, "tokens": tokens, "layers": 4, "density": 0.1}
+        for series in ("A", "B")
+        for channels, tokens in ((8, 87), (87, 8))
+    }
+    errors = {name: {1: 10.0 + facts[name]["channels"], 2: 10.5 + facts[name]["channels"]} for name in facts}
+    series = {"A": ["A 8", "A 87"], "B": ["B 8", "B 87"]}
+    (table,) = sweep._series_tables({"series": series, "facts": facts, "x": "width"}, errors)
+    assert [row["difference"].value for row in table.rows] == [0.0, 0.0]
+    facts["B 87"]["channels"] = 88
+    (table,) = sweep._series_tables({"series": series, "facts": facts, "x": "width"}, errors)
+    assert len(table.rows) == 1
+
+
+@pytest.mark.parametrize(("layers", "head"), [((2, 4), "first"), ((4, 4), "widest")])
+def test_what_the_points_of_a_series_are_compared_with(layers, head):
+    facts = {
+        f"A {number}": {"width": 64 if head == "first" else 64 * (number + 1), "channels": 8, "tokens": 8}
+        | {"layers": depth, "density": 0.5, "connections": 1, "flops": 1, "parameters": 1}
+        for number, depth in enumerate(layers)
+    }
+    record = {"title": "t", "series": {"A": list(facts)}, "facts": facts, "seeds": [1, 2], "similarity": None}
+    table = sweep._points_table(record, {"A 0": {1: 5.0, 2: 6.0}, "A 1": {1: 4.0, 2: 5.5}}, {})
+    assert f"minus the {head} (points)" in [column.head for column in table.columns]
+    (compared,) = [row for row in table.rows if "difference" in row]
+    assert compared["difference"].value == (-0.75 if head == "first" else 0.75)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from smlp.experiments.report.details import training_flops
 from smlp.experiments.report.health import pooled_curve
 from smlp.experiments.report.results import Model, Results
-from smlp.experiments.report.speed import mean_curve, time_unit
+from smlp.experiments.report.speed import averaged_runs, mean_curve, time_unit
 from smlp.experiments.report.table import estimate
 from smlp.plots.drawing import OKABE_ITO, legend, new_figure
 
@@ -170,9 +170,8 @@ def _label(results: Results, model: Model) -> str:
 
 def _band(results: Results, model: Model, updates: Sequence[int]) -> tuple[list[float], list[float]]:
     """Return the ends of the 95 % interval over seeds at each validation; empty with one seed."""
-    curves = {
-        run.seed: {point.num_updates: point.perplexity for point in run.curve.valid} for run in results.drawn(model)
-    }
+    runs = averaged_runs(results, model)
+    curves = {run.seed: {point.num_updates: point.perplexity for point in run.curve.valid} for run in runs}
     if len(curves) < 2:
         return [], []
     found = [estimate({seed: curve[update] for seed, curve in curves.items()}) for update in updates]

@@ -101,7 +101,7 @@ def whole_time(run: RunResult) -> WholeTime | None:
     logged = run.logged_seconds or 0.0
     if attempts:
         seconds = sum(attempt.get("seconds") or 0.0 for attempt in attempts)
-        known = seconds >= max(training, logged)
+        known = seconds >= max(training, logged) and len(run.environments) <= len(attempts)
         return WholeTime(seconds, _ATTEMPTS) if known else WholeTime(None, _ATTEMPTS, _LOST)
     return WholeTime(logged, _WALL) if logged >= training else WholeTime(None, _WALL, _NO_WALL)
 

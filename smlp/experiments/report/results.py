@@ -288,6 +288,8 @@ def _run(out: Path, model: Model, seed: int, subset: str, updates: int) -> RunRe
             f"update_times.jsonl has no line of update {missing:,}, so its times are train.log's, in whole seconds"
         )
     order = read_lines_and_note(folder / "data_order.jsonl", notes, json_files.ORDER_LINE)
+    if missing := missing_update(order, last_of_all):
+        notes.append(f"data_order.jsonl has no line of update {missing:,}: the tokens of such updates are not compared")
     scores = read_json_or_note(folder / "scores.json", notes, json_files.SCORES)
     zeroshot = read_json_or_note(folder / "zeroshot.json", notes, json_files.ZEROSHOT)
     health = tuple(read_lines_and_note(folder / "router_health.jsonl", notes, json_files.HEALTH_LINE))

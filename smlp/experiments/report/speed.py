@@ -79,9 +79,20 @@ def first_crossing(points: Sequence[LossPoint], perplexity: float) -> float | No
     return before.num_updates + min(share, 1.0) * (point.num_updates - before.num_updates)
 
 
+def averaged_runs(results: Results, model: Model) -> list[RunResult]:
+    """Return the drawn runs, without finished ones whose validations end early: these have diverged."""
+    runs = [run for run in results.drawn(model) if run.curve.valid]
+    if not results.done(model):
+        return runs
+    last = max((run.curve.valid[-1].num_updates for run in runs), default=0)
+    return [run for run in runs if run.curve.valid[-1].num_updates == last]
+
+
 def mean_curve(results: Results, model: Model) -> tuple[LossPoint, ...]:
-    """Return the mean perplexity over the drawn runs at each validation that all of them have."""
-    curves = [{point.num_updates: point.perplexity for point in run.curve.valid} for run in results.drawn(model)]
+    """Return the mean perplexity over the averaged runs at each validation that all of them have."""
+    curves = [
+        {point.num_updates: point.perplexity for point in run.curve.valid} for run in averaged_runs(results, model)
+    ]
     if not curves:
         return ()
     common = sorted(set.intersection(*map(set, curves)))
@@ -97,7 +108,8 @@ def targets(results: Results) -> list[Target]:
         return [Target(float(perplexity), "experiment.json: targets") for perplexity in chosen]
     curves = {model.name: mean_curve(results, model) for model in results.models if results.done(model)}
     families = {model.name: model.family for model in results.models}
-    ends = {name: curve[-1].perplexity for name, curve in curves.items() if curve}
+    whole = {name: curve for name, curve in curves.items() if curve and curve[-1].num_updates >= results.updates}
+    ends = {name: curve[-1].perplexity for name, curve in whole.items()}
     rivals = [name for name in ends if families[name] in SPARSE_TRANSFORMERS]
     best = min(rivals, key=lambda name: ends[name], default=None)
     found = []
@@ -266,7 +278,7 @@ def _notes(results: Results, aims: list[Target], words: float | None) -> list[st
         '"Training" speeds and times cover only the training steps. Validation, saving and starting are left '
         "out, and are shown below."
     ]
-    if jobs is None or jobs > 1:
+    if results.environment.get("where") != "slurm" and (jobs is None or jobs > 1):
         shared = "environment.json does not say how many" if jobs is None else f"{jobs}"
         notes.append(f"Runs shared the machine ({shared} at a time), so these speeds are lower and noisier than alone.")
     if timed:
