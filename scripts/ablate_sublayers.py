@@ -22,7 +22,7 @@ from torch import nn
 from smlp.checkpoint.load import load_language_model
 from smlp.cli.main import guarded
 from smlp.errors import UserError
-from smlp.evaluation.scoring import block_log_probs
+from smlp.evaluation.scoring import block_nll
 from smlp.moe.feature_layer import FeatureMoE
 from smlp.moe.layer import TokenMoE
 from smlp.nn.attention import SelfAttention
@@ -82,20 +82,12 @@ def ablate(decoder: Decoder, tokens: torch.Tensor, say: Callable[[str], None]) -
 
     Positions of a prefix, which only choose experts, do not count.
     """
-    config = decoder.config
-    is_predicted = torch.arange(len(tokens)) % config.max_tokens >= config.prefix_tokens
-    if not is_predicted.any():
-        raise UserError(f"{len(tokens)} tokens lie in the prefix of {config.prefix_tokens}: give more --limit-tokens")
-
-    def nll() -> float:
-        return -float(block_log_probs(decoder, tokens)[is_predicted].double().mean())
-
-    whole = nll()
+    whole = block_nll(decoder, tokens)
     rows = [("", "the whole model", whole)]
     say(f"{'the whole model':<40}{whole:>10.4f} nats per token")
     for block, what, module in parts(decoder):
         with without(module):
-            lost = nll() - whole
+            lost = block_nll(decoder, tokens) - whole
         rows.append((block, what, lost))
         say(f"{block:<12}without {what:<20}{lost:>+10.4f}")
     return rows

@@ -32,7 +32,7 @@ from smlp.plots.drawing import FORMATS, legend, new_figure, save
 #: models are drawn side by side, each at this many times the tokens of the one before, or intervals would overlap
 _ASIDE = 1.02
 TABLE = "budgets.csv"
-COLUMNS = ("model", "tokens", "seeds", "perplexity", "difference_percent", "low", "high", "lr", "folder")
+COLUMNS = ("model", "tokens", "seeds", "perplexity", "pairs", "difference_percent", "low", "high", "lr", "folder")
 
 
 def in_order(folders: Sequence[Path], subset: str | None) -> list[Results]:
@@ -84,7 +84,7 @@ def find(experiment: Results, name: str) -> Model | None:
 
 def rate_of(experiment: Results, name: str) -> str:
     """Return the learning rate that a model was trained with; empty if the runs do not tell."""
-    rates = (run.record.get("made_with", {}).get("lr") for run in experiment.runs if run.model.name == name)
+    rates = ((run.record.get("made_with") or {}).get("lr") for run in experiment.runs if run.model.name == name)
     return next((str(rate) for rate in rates if rate is not None), "")
 
 
@@ -129,7 +129,7 @@ def write_table(
                     cells.append("–")
                     continue
                 parameters = find(experiment, name).parameters["total"]
-                values = (against.value, against.low, against.high) if against else (None, None, None)
+                values = (len(against.samples), against.value, against.low, against.high) if against else (None,) * 4
                 origin = [rate_of(experiment, name), experiment.folder.name]
                 row = [name, tokens_of(experiment), found.count, found.mean, *values, *origin]
                 table.writerow(["" if value is None else value for value in row])

@@ -256,7 +256,8 @@ def check_settings(options: argparse.Namespace) -> None:
     """Refuse a run folder that was made with other settings: its parts would be mixed up with new ones."""
     settings, data, text = settings_of(options), options.out / "data" / MANIFEST, options.out / "text"
     is_new = not (options.out / "settings.json").is_file()
-    is_fresh = is_new or not data.is_file()
+    later = ("num_updates", *MODELS)  # depends on the settings, too
+    is_fresh = is_new or not (data.is_file() or any((options.out / name).exists() for name in later))
     holds_others = is_new and text.is_dir() and any(text.iterdir())
     if is_new:
         check_no_other(

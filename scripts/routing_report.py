@@ -22,7 +22,7 @@ from torch import Tensor
 from smlp.checkpoint.load import load_language_model
 from smlp.cli.main import guarded
 from smlp.errors import UserError
-from smlp.evaluation.scoring import block_log_probs
+from smlp.evaluation.scoring import block_nll
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
 from smlp.moe.routers import BalancedRouter, ExpertOffsets
@@ -86,8 +86,7 @@ def evaluate(decoder: Decoder, tokens: Tensor, balanced: bool) -> tuple[float, d
 
     for layer in balanced_layers(decoder):
         layer.router.training = balanced
-    log_probs = block_log_probs(decoder, tokens, seen=count)
-    return math.exp(-float(log_probs.double().mean())), loads
+    return math.exp(block_nll(decoder, tokens, seen=count)), loads
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from smlp.costs.component import (
 )
 from smlp.errors import UserError
 from smlp.moe.plan import RoutingPlan
+from smlp.moe.routers import ExpertOffsets, TrainedRouter
 from smlp.moe.routers.routing import RouterKind, Routing, gate_logits, register_router
 from smlp.nn.blocks.base import (
     Block,
@@ -43,6 +44,7 @@ __all__ = [
     "Component",
     "DenseBlock",
     "Dropout",
+    "ExpertOffsets",
     "ForwardContext",
     "ModelConfig",
     "Ranks",
@@ -50,6 +52,7 @@ __all__ = [
     "Routing",
     "RoutingPlan",
     "SparseBlockKind",
+    "TrainedRouter",
     "UserError",
     "check_no_nan",
     "feed_forward_costs",

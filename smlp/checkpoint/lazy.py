@@ -133,7 +133,7 @@ class StoredTensor(LazyTensor):
     shape: tuple[int, ...]
 
     def read(self, start: int, stop: int) -> Tensor:
-        elements = torch.empty(stop - start, dtype=self.dtype)
+        elements = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         self.version.read_into(elements, self.offset + start * self.dtype.itemsize)
         return elements
 
@@ -180,7 +180,7 @@ class SplicedTensor(LazyTensor):
             yield source, first + low - begin, high - low
 
     def read(self, start: int, stop: int) -> Tensor:
-        elements, done = torch.empty(stop - start, dtype=self.dtype), 0
+        elements, done = torch.empty(stop - start, dtype=self.dtype, device="cpu"), 0
         for source, first, length in self.runs(start, stop):
             elements[done : done + length] = source.read(first, first + length)
             done += length
@@ -257,7 +257,7 @@ def mean(sources: Sequence[LazyTensor]) -> ComputedTensor:
     """Return the mean of floating-point tensors, summed in float64."""
 
     def of_elements(elements: Iterator[Tensor]) -> Tensor:
-        total = next(elements).double()
+        total = next(elements).to(torch.float64, copy=True)
         for other in elements:
             total += other
         return total / len(sources)

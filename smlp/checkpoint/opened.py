@@ -74,6 +74,11 @@ class Checkpoint:
         return prefix_of(self.config)
 
     @property
+    def num_criterion_parameters(self) -> int:
+        """Return how many tensors follow the model's in the optimizer's state: those of a criterion that learns."""
+        return len(self.state.get("criterion") or ())
+
+    @property
     def expert_names(self) -> list[str]:
         """Return the names of the expert parameters in ``state["model"]``."""
         return [self.prefix + name for name, _, _ in expert_parameters(self.skeleton)]
@@ -137,7 +142,8 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
         for name, found_tensor in checkpoint.state["model"].items()
         if name in wanted and is_real[name] and not found_tensor.dtype.is_floating_point
     ]
-    kinds = {tensor.dtype for tensor in checkpoint.state["model"].values() if tensor.dtype.is_floating_point}
+    learnt = {prefix + name for name, _ in skeleton.named_parameters()}  # routers' offsets are always in float32
+    kinds = {tensor.dtype for name, tensor in checkpoint.state["model"].items() if name in learnt}
     if len(kinds) > 1:
         problems.append(f"{path} has weights of several types: {', '.join(sorted(map(str, kinds)))}")
     problems += _moment_problems(checkpoint)
@@ -174,6 +180,8 @@ def _moment_problems(checkpoint: Checkpoint) -> list[str]:
     if len(moments) == 1 and len(parameters) > 1:
         return []
     for number, of_parameter in moments.items():
+        if len(parameters) <= number < len(parameters) + checkpoint.num_criterion_parameters:
+            continue
         if number >= len(parameters):
             problems.append(
                 f"{checkpoint.path} has an optimizer state for parameter {number}, but the model has {len(parameters)} "

@@ -126,15 +126,16 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
         content = {**state, INDEX_KEY: index.to_plain()}
         with written_beside(checkpoint.files, target.parent):
             write_whole(target, lambda file: write_torch_file(file, content))
+        # A run that trains in this folder may have removed the parts before the new checkpoint referred to them.
+        for part in parts:
+            if problem := size_problem(target, part):
+                target.unlink()
+                raise UserError(f"{problem}; if a run is training in {target.parent}, write to another folder")
     except BaseException:
         shutil.rmtree((target.parent / files[0]).parent, ignore_errors=True)
         with contextlib.suppress(OSError):
             (target.parent / files[0]).parent.parent.rmdir()  # only succeeds if it is empty
         raise
-    # A run that trains in this folder may have removed the parts before the new checkpoint referred to them.
-    for part in parts:
-        if problem := size_problem(target, part):
-            raise UserError(f"{problem}; if a run is training in {target.parent}, write to another folder")
     remove_unused_parts(target.parent, before)
 
 
@@ -147,7 +148,10 @@ def _check_optimizer(checkpoint: Checkpoint) -> None:
     moments, shapes = checkpoint.optimizer, [tuple(p.shape) for p in checkpoint.skeleton.parameters()]
     if moments is None:
         return
+    last = len(shapes) + checkpoint.num_criterion_parameters
     for number, of_parameter in moments.items():
+        if len(shapes) <= number < last:
+            continue
         for moment, value in of_parameter.items():
             shape = tuple(getattr(value, "shape", ()))
             if shape and (number >= len(shapes) or shape[0] != shapes[number][0]):

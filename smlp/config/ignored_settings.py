@@ -41,6 +41,12 @@ def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
         takers = [router.name for router in ROUTERS.values() if name in router.takes]
         words = f"not {takers[0]}" if len(takers) == 1 else f"neither {', '.join(takers[:-1])} nor {takers[-1]}"
         takes_part[name] = sparse and name in config.router_kind.takes, f"the router is {words}"
+    if "hash_kind" not in config.router_kind.takes and not config.base_warmup:
+        for name in ("hash_seed", "hash_tables"):
+            if takes_part[name][0]:
+                takes_part[name] = False, "the router has no table of ids without base_warmup"
+    if any(kind.keeps_sequences_whole for kind in config.block_kinds) and takes_part["base_shuffle"][0]:
+        takes_part["base_shuffle"] = False, "experts of whole sequences do not take tokens of other ranks"
     used = {kind.name for kind in kinds}
     for name, setting_field in own_fields().items():
         owner = setting_field.metadata["owner"]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smlp.errors import UserError
 from smlp.evaluation.samples import Cutting, SampleBatch, Samples, cut
 from smlp.inference.scoring.candidates import check_log_probs, logits_in_pieces, scored
 from smlp.launch.team import Team
@@ -134,6 +135,19 @@ def block_log_probs(
     samples = cut(tokens_N.numpy(), np.array([tokens_N.numel()]), Cutting(width, width))
     scores = score_samples(decoder, samples, samples.batches(batch_size), tokens_N.numel(), seen=seen)
     return torch.from_numpy(scores.log_probs_N)
+
+
+def block_nll(decoder: Decoder, tokens_N: Tensor, seen: Callable[[ForwardContext], None] | None = None) -> float:
+    """Return the mean of :func:`block_log_probs` in nats per token, over the positions that the model predicts.
+
+    Raises:
+        UserError: all tokens lie in the model's prefix.
+    """
+    config = decoder.config
+    is_predicted_N = torch.arange(tokens_N.numel()) % config.max_tokens >= config.prefix_tokens
+    if not is_predicted_N.any():
+        raise UserError(f"all {tokens_N.numel()} tokens lie in the prefix of {config.prefix_tokens} positions")
+    return -float(block_log_probs(decoder, tokens_N, seen=seen)[is_predicted_N].double().mean())
 
 
 @torch.no_grad()

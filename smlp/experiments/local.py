@@ -181,6 +181,8 @@ class RunChain(TrainingChain):
     def fail(self, name: str, what: str, state: str = FAILED) -> None:
         """Record why the run ends here. A run that only lacks its answers to tasks counts as done."""
         super().fail(name, what, DONE if name == ZEROSHOT else state)
+        if name == ZEROSHOT:
+            self.folder.drop_checkpoints(keep_last=True)
 
     def missing(self) -> str | None:
         name = super().missing()

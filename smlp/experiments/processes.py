@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,10 +109,20 @@ def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) ->
                 watch()
                 time.sleep(_POLL_SECONDS)
         finally:
-            _signal_all(running, signal.SIGKILL)
-            for one in running:
-                one.process.wait()
+            _end_all(running)  # after an error: trainings save
     return noted[0] if noted else None
+
+
+def _end_all(running: Sequence[_Running]) -> None:
+    """End what still runs, as a signal would, and wait for it."""
+    _signal_all(running, signal.SIGTERM)
+    last = time.monotonic() + STOP_SECONDS
+    for one in running:
+        with suppress(subprocess.TimeoutExpired):
+            one.process.wait(max(0.0, last - time.monotonic()))
+    _signal_all(running, signal.SIGKILL)
+    for one in running:
+        one.process.wait()
 
 
 def stopped_by(number: signal.Signals) -> int:

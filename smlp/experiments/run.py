@@ -43,10 +43,10 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
         UserError: data or an option are wrong, or the folder belongs to another experiment.
     """
     on_cluster = experiment.resources.where == "slurm" and not only_scores
-    if on_cluster and (queued := slurm.jobs_in_queue(folder)):
-        print(f"jobs {', '.join(queued)} are in the queue: nothing is submitted (smlp compare status, squeue --me)")
-        return 0
     with folder.locked():
+        if on_cluster and (queued := slurm.jobs_in_queue(folder)):
+            print(f"jobs {', '.join(queued)} are in the queue: nothing is submitted (smlp compare status, squeue --me)")
+            return 0
         data, models = _prepare(experiment, folder)
         if on_cluster:
             return _submit(experiment, folder, data, models)

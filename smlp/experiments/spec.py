@@ -33,12 +33,16 @@ class ModelEntry:
     @property
     def folder(self) -> str:
         """The name as part of a path."""
-        return re.sub(r"[^A-Za-z0-9.-]+", "_", self.name).strip("._-") or "model"
+        return _plain(self.name).strip("._-") or "model"
 
 
 def grid_folder(model_folder: str, value: Any) -> str:
     """Return the folder of a run of the grid, relative to the experiment's."""
-    return f"tune/{model_folder}-{str(value).replace('/', '_')}"
+    return f"tune/{model_folder}-{_plain(str(value))}"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", name)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (
 
 
 def option_value(argv: list[str], *names: str) -> str | None:
-    """Return the last value given for an option, as ``--name VALUE`` or ``--name=VALUE``; None if it is not given."""
+    """Return the last value given for an option, as ``--name VALUE``, ``--name=VALUE`` or ``-nVALUE``; None without."""
     value = None
     for position, word in enumerate(argv):
-        name, equals, attached = word.partition("=")
+        name, equals, attached = _split(word)
         if name in names:
             if equals:
                 value = attached
@@ -22,8 +22,16 @@ def option_value(argv: list[str], *names: str) -> str | None:
 
 
 def has_option(argv: list[str], *names: str) -> bool:
-    """Return whether one of the options is given, as ``--name VALUE`` or ``--name=VALUE``."""
-    return any(word.partition("=")[0] in names for word in argv)
+    """Return whether one of the options is given, as ``--name VALUE``, ``--name=VALUE`` or ``-nVALUE``."""
+    return any(_split(word)[0] in names for word in argv)
+
+
+def _split(word: str) -> tuple[str, bool, str]:
+    """Return the name of an option, whether a value is attached to it, and the value."""
+    if len(word) > 2 and word[0] == "-" != word[1]:  # argparse takes -nVALUE and -n=VALUE
+        return word[:2], True, word[2:].removeprefix("=")
+    name, equals, value = word.partition("=")
+    return name, bool(equals), value
 
 
 def positive_number(arguments: list[str], name: str) -> int | None:

@@ -164,7 +164,10 @@ def _count_repeated_batches_as_nothing() -> None:
         if sample:
             self.last_valid_sample = sample
             return validate(self, sample, model, criterion)
-        return as_nothing(*validate(self, real_sample(self), model, criterion))
+        nothing = as_nothing(*validate(self, real_sample(self), model, criterion))
+        if not criterion.logging_outputs_can_be_summed():  # the rows of all ranks are joined, not added up
+            nothing[2].update({key: value[:0] for key, value in nothing[2].items() if getattr(value, "ndim", 0)})
+        return nothing
 
     FairseqTask.train_step = train_step
     FairseqTask.valid_step = valid_step

@@ -81,6 +81,8 @@ def _stop_reading(buffer: Any, limit: float = float("inf")) -> None:
     if thread is None:
         return
     buffer._is_dropped.set()
+    if thread is threading.current_thread():  # which collects the garbage that the buffer was part of
+        return
     while thread.is_alive() and time.monotonic() < limit:
         with suppress(queue.Empty):  # make room for the item that it is about to put
             buffer._queue.get(timeout=0.05)

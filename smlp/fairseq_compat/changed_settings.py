@@ -127,7 +127,8 @@ def compare_optimizers(filename: str, trainer: Any, asked: dict[str, Any]) -> No
 
 def _keep_brought_along(trainer: Any, then: ModelConfig, now: ModelConfig, filename: str) -> None:
     """Keep the settings of the checkpoint's hash tables in the trainer's options; warn of options without effect."""
-    if not then.router == now.router == "hash" or not then.num_sparse_layers:
+    has_tables = then.router == now.router and all(some.router == "hash" or some.base_warmup for some in (then, now))
+    if not has_tables or not then.num_sparse_layers:
         return
     made_with = {name: getattr(then, name) for name in _BROUGHT_ALONG}
     unused = {name: value for name in made_with if (value := getattr(now, name)) != made_with[name]}

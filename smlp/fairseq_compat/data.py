@@ -116,8 +116,8 @@ MASK_SEED = 1
 @contextlib.contextmanager
 def held_out_masks(task: Any, split: str) -> Iterator[None]:
     """Let held-out text be masked alike in all runs; fairseq draws its masks by ``--seed``, so that runs with other
-    seeds would be validated on other tokens."""
-    if split.startswith("train"):
+    seeds would be validated on other tokens. The trainer names the split that it trains on, ``task.trained_split``."""
+    if split == getattr(task, "trained_split", None):
         yield
         return
     given, task.cfg = task.cfg, copy.copy(task.cfg)

@@ -267,7 +267,8 @@ def _of_schedule(name: Any, values: Mapping[str, Any]) -> Iterator[str]:
         ratio = values.get("phase_ratio")
         if ratio is not None:
             if len(ratio) != 3 or sum(ratio) != 1:
-                yield f"needs three numbers in --phase-ratio that add up to 1, got {tuple(ratio)}"
+                total = f", whose sum is {sum(ratio)!r}"
+                yield f"needs three numbers in --phase-ratio that add up to 1, got {tuple(ratio)}{total}"
             if int(updates * ratio[2]) < 1:
                 yield f"has no update to decay in: --phase-ratio {tuple(ratio)} of --max-update {updates}"
         elif values["decay_steps"] < 1:

@@ -406,6 +406,14 @@ def unfitting(path: str, error: RuntimeError) -> str:
     return f"checkpoint {path} does not fit this model: {lines[0] if lines else error}"
 
 
+def _time_of(path: Path) -> float:
+    """Return when a file was changed; before all others if a run has removed it meanwhile."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return float("-inf")
+
+
 def newest_loadable(path: Path, compare: bool = False) -> Path | None:
     """Return the newest other ``checkpoint*.pt`` next to ``path`` that can be read, or None.
 
@@ -414,7 +422,7 @@ def newest_loadable(path: Path, compare: bool = False) -> Path | None:
         compare: whether all bytes of the other one are compared with its checksums.
     """
     others = [other for other in path.parent.glob("checkpoint*.pt") if other != path]
-    for other in sorted(others, key=lambda file: file.lstat().st_mtime, reverse=True):
+    for other in sorted(others, key=_time_of, reverse=True):
         try:
             read_structure(other)
             if not compare or record_problem(other) is None:

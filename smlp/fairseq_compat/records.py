@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 DIGEST = "data_digest"
 _PRIME = (1 << 31) - 1
 _BASE = 1_103_515_245  # any large number below the prime
-_STARTS = (b'{"update"', b'{"start"')  # of the first line: of an update, or of an environment
+_START, _START_OF_ENVIRONMENT = b'{"update"', b'{"start"'  # of the first line
 
 
 class Journal:
@@ -57,7 +57,7 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 text = regular_file(path).read_bytes()
-                _check_kind(text, str(path))
+                _check_kind(text, _START, str(path))
                 kept = b"".join(line for line in text.splitlines(keepends=True) if _is_up_to(line, num_updates))
                 if kept != text:
                     write_whole(path, kept)
@@ -114,7 +114,8 @@ def check_record(path: Path, option: str) -> None:
     check_writable(path, option)
     if path.exists():
         with regular_file(path).open("rb") as file:
-            _check_kind(file.read(max(map(len, _STARTS))), f"{option} {path}")
+            start = _START_OF_ENVIRONMENT if option == "--environment-file" else _START
+            _check_kind(file.read(len(start)), start, f"{option} {path}")
 
 
 def check_own_files(paths: Mapping[str, str | Path | None]) -> None:
@@ -133,9 +134,9 @@ def check_own_files(paths: Mapping[str, str | Path | None]) -> None:
             raise UserError(f"{other} and {option} both name {path}: give each record a file of its own")
 
 
-def _check_kind(content: bytes, named: str) -> None:
+def _check_kind(content: bytes, start: bytes, named: str) -> None:
     """Refuse a file that begins unlike a record: its lines would be lost. A start that was cut off is one."""
-    if not any(content.startswith(known) or known.startswith(content) for known in _STARTS):
+    if not content.startswith(start) and not start.startswith(content):
         raise UserError(f"{named}: a file of another kind exists already: name another one")
 
 

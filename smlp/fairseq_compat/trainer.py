@@ -197,6 +197,7 @@ class SparseTrainer(Trainer):
     def get_train_iterator(self, *args: Any, **kw: Any) -> Any:
         """Get ready for signals before fairseq builds the first data loader, and keep the position in the data."""
         stop_signals.prepare()
+        self.task.trained_split = self.cfg.dataset.train_subset
         self.train_iterator = super().get_train_iterator(*args, **kw)
         return self.train_iterator
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from smlp.config import ModelConfig
 from smlp.errors import UserError
-from smlp.moe.routers import ExpertOffsets, TrainedRouter
+from smlp.moe.routers import ExpertOffsets
 from smlp.nn.blocks.base import AuxLosses, applied, build_blocks
 from smlp.nn.layers import Dropout
 from smlp.nn.state import ForwardContext
@@ -72,8 +72,8 @@ class Stack(nn.Module):
     def follow(self, progress: float) -> None:
         """Tell routers what share of the training is done, before an update; see ``router_freeze``, ``base_warmup``."""
         for module in self.modules():
-            if isinstance(module, TrainedRouter):
-                module.follow(progress)
+            if follow := getattr(getattr(module, "router", None), "follow", None):
+                follow(progress)
 
     def adjust_offsets(self, world: Group | None = None) -> None:
         """Move the offsets of routers by the loads since the last call; to be called once after each update.

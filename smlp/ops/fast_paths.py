@@ -324,9 +324,13 @@ def skips_dropped(x: Tensor) -> bool:
 
 
 def fuses_adam(parameters: Iterable[Tensor]) -> bool:
-    """Return whether one kernel updates these parameters: all in float32 on CPUs and GPUs, and so their gradients."""
+    """Return whether one kernel updates these parameters: all in float32 on CPUs and GPUs, and so their gradients,
+    which lie in memory as they do."""
     return not _only_obvious() and all(
-        value.device.type in ("cpu", "cuda") and value.dtype == torch.float32 and value.layout == torch.strided
+        value.device.type in ("cpu", "cuda")
+        and value.dtype == torch.float32
+        and value.layout == torch.strided
+        and value.stride() == parameter.stride()
         for parameter in parameters
         for value in (parameter, parameter.grad)
         if value is not None

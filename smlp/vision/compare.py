@@ -191,12 +191,13 @@ class _RunChain(Chain):
         if self.started:
             return None
         self.started = True
-        last = self.folder / LAST
+        found = checkpoints_in(self.folder)
         words = [*this_program(), "vision", "train", *self.words]
-        if last.is_file():
-            words = [*without_options(words, "--initial-checkpoint"), "--resume", str(last)]
+        if found:  # timm removes the last one before it puts another in its place
+            newest = found[0] if found[0].name == LAST else max(found, key=lambda path: path.stat().st_mtime)
+            words = [*without_options(words, "--initial-checkpoint"), "--resume", str(newest)]
             words = [word for word in words if word != "--change-resolution"]
-        elif not checkpoints_in(self.folder):  # it ended while the first one was written, after its row of the summary
+        else:  # it ended while the first one was written, after its row of the summary
             (self.folder / SUMMARY).unlink(missing_ok=True)
         threads = {"OMP_NUM_THREADS": str(self.threads)}
         return Step(self.folder.name, words, self.folder.parent / f"{self.folder.name}.log", threads)

@@ -100,15 +100,18 @@ def model_of(args: Namespace, checkpoint: dict[str, Any] | None = None) -> nn.Mo
     """Return the trained model of ``args.checkpoint``.
 
     Args:
-        args: options; those that describe the model or its images are by default those of the training.
+        args: options; those that describe the model or its images are by default those of the training, except for the
+            settings of another model than the one that ``args.model`` names. The classes are the training's.
         checkpoint: its content, if it was read already.
 
     Raises:
         UserError: the checkpoint does not name its model, or does not fit the options.
     """
     checkpoint = checkpoint or read_checkpoint(args.checkpoint)
-    trained = trained_with(checkpoint, args.checkpoint) if args.model is None else Namespace()
-    for name in _TAKEN_OVER:
+    is_recorded = args.model is None or checkpoint.get("args") is not None
+    trained = trained_with(checkpoint, args.checkpoint) if is_recorded else Namespace()
+    is_same = args.model in (None, getattr(trained, "model", None))
+    for name in _TAKEN_OVER if is_same else [name for name in _TAKEN_OVER if name != "model_kwargs"]:
         if getattr(args, name, None) in (None, {}, ""):
             setattr(args, name, getattr(trained, name, getattr(args, name, None)))
     args.classes = getattr(trained, "classes", None)

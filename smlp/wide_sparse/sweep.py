@@ -277,10 +277,15 @@ def _points_table(
     ]
     notes = [
         "m is the effective width, C channels, S tokens, L blocks, p the density. The error is top-1 on validation "
-        f"after the last epoch; no epoch was chosen. {len(record['seeds'])} seeds; intervals are Student's t, 95 %, "
+        f"after the last epoch; no epoch was chosen. {_num_seeds(errors)}; intervals are Student's t, 95 %, "
         "over seeds, and differences are paired by seed. A difference is called seen if its interval excludes 0."
     ]
     return Table("points", record["title"], columns, rows, notes)
+
+
+def _num_seeds(errors: dict[str, dict[int, float]]) -> str:
+    counts = sorted({len(of_seed) for of_seed in errors.values()})
+    return " to ".join(map(str, counts[:1] + counts[1:][-1:])) + (" seed" if counts == [1] else " seeds")
 
 
 def _series_tables(record: dict[str, Any], errors: dict[str, dict[int, float]]) -> list[Table]:

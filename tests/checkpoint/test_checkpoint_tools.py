@@ -17,6 +17,7 @@ import smlp
 from smlp.checkpoint import lazy
 from smlp.checkpoint.index import INDEX_KEY
 from smlp.checkpoint.opened import open_checkpoint
+from smlp.cli.main import main
 from smlp.errors import UserError
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
@@ -311,3 +312,27 @@ def test_a_state_without_optimizer_history_still_has_a_name(tmp_path: Path) -> N
     assert open_checkpoint(tmp_path / "x.pt").num_updates == 0
     assert command("split", tmp_path / "x.pt", "-o", tmp_path / "y.pt", "--parts", 2) == 0
     assert command("verify", tmp_path / "y.pt") == 0
+
+
+def test_offsets_of_experts_are_in_float32_beside_weights_in_16_bits(tmp_path):
+    path = save(tmp_path, "base_lm_tiny", base_offset_rate=0.1)
+    state = torch.load(path, weights_only=False)
+    offsets = [name for name in state["model"] if name.endswith("offsets.value")]
+    state["model"] = {name: value if name in offsets else value.bfloat16() for name, value in state["model"].items()}
+    state["last_optimizer_state"] = None
+    torch.save(state, path)
+    assert offsets and main(["checkpoint", "verify", str(path)]) == 0
+
+
+def test_moments_of_a_criterion_follow_those_of_the_model(whole, tmp_path):
+    state = torch.load(whole, weights_only=False)
+    moments = state["last_optimizer_state"]["state"]
+    own = {"step": 1, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    for criterion, status in (({"scale": torch.zeros(3)}, 0), (None, 1)):
+        torch.save(
+            {**state, "criterion": criterion, "last_optimizer_state": {"state": {**moments, len(moments): own}}}, whole
+        )
+        assert main(["checkpoint", "verify", str(whole)]) == status
+        words = ["checkpoint", "split", str(whole), "--parts", "2", "-o", str(tmp_path / f"{status}" / "split.pt")]
+        (tmp_path / f"{status}").mkdir()
+        assert main(words) == status

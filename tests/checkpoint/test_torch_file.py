@@ -167,6 +167,9 @@ def test_lazy_tensors_compute_what_torch_does(tmp_path: Path, pieces) -> None:
     assert torch.equal(repeated(scaled(held[0], 3), 4).load(), (tensors[0] * 3).expand(4, 6, 5, 3))
     three = [HeldTensor(torch.full((9,), value, dtype=torch.float16)) for value in (40000.0, 44000.0, 60000.0)]
     assert mean(three).load().tolist() == [48000.0] * 9, "summed in more than float16 can hold"
+    doubles = [HeldTensor(torch.full((4,), value, dtype=torch.float64)) for value in (1.0, 3.0)]
+    average = mean(doubles)
+    assert average.load().tolist() == average.load().tolist() == [2.0] * 4 and doubles[0].load().tolist() == [1.0] * 4
     made = MadeTensor((2, 30), torch.float32, lambda: torch.arange(60))
     assert torch.equal(made.load(), torch.arange(60.0).view(2, 30))
     assert are_equal(held[0], HeldTensor(tensors[0].clone())) and not are_equal(held[0], held[1])

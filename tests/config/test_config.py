@@ -197,6 +197,13 @@ def test_a_model_that_no_memory_holds_is_not_built():
         ("switch_lm_tiny", {"second_expert": "all"}, {"second_expert": "the router is not gshard"}),
         ("smlp_tiny", {"hash_kind": "balanced"}, {"hash_kind": "the router is not hash"}),
         ("smlp_tiny", {"prefix_fraction": 0.3}, {"prefix_fraction": "no features are routed by a prefix"}),
+        ("smlp_tiny", {"hash_seed": 3}, {"hash_seed": "the router has no table of ids without base_warmup"}),
+        ("smlp_tiny", {"hash_seed": 3, "base_warmup": 0.1}, {}),
+        (
+            "gmlp_moe_tiny",
+            {"base_shuffle": True},
+            {"base_shuffle": "experts of whole sequences do not take tokens of other ranks"},
+        ),
         ("switch_lm_tiny", {"base_shuffle": True}, {"base_shuffle": "the router is not base"}),
         ("dense_lm_tiny", {"spatial_init_scale": 1.0}, {"spatial_init_scale": "the model has no spatial weights"}),
         ("dense_lm_tiny", {"spatial_weights": "toeplitz"}, {"spatial_weights": "the model has no spatial weights"}),

@@ -173,6 +173,14 @@ def test_a_run_with_a_line_missing_from_its_data_order_says_so(out):
         assert ("data_order.jsonl has no line of update" in "".join(run.notes)) == said
 
 
+def test_files_that_leave_out_what_they_may(out):
+    (out / "data.json").write_text(json.dumps({"splits": {"train": None, "valid": {"tokens": None}}}))
+    (out / "speed.json").write_text(json.dumps({"models": {}, "environment": None}))
+    (run_folder(out, "gMLP", 1) / "environment.jsonl").write_text(json.dumps({"gpu": "H200"}) + "\n")
+    page = write_report(read_results(out)).read_text()
+    assert "- train: 0 tokens" in page and "1 GPU (H200)" in page
+
+
 def test_a_run_of_another_model_says_so(out):
     path = run_folder(out, "gMLP", 1) / "run.json"
     record = json.loads(path.read_text())

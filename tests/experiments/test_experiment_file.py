@@ -67,6 +67,7 @@ def test_numbers_that_yaml_takes_for_text(tmp_path):
     assert found.tuning.values == (0.001, 0.002)
     found = read(tmp_path, FILE + 'tune: {plasma_path: ["x/../../../mine", y], updates: 5}\n')
     assert [grid_folder("sMLP", value) for value in found.tuning.values] == ["tune/sMLP-x_.._.._.._mine", "tune/sMLP-y"]
+    assert grid_folder("sMLP", "(0.9, 0.98)") == "tune/sMLP-_0.9_0.98_", "a name that a list of a sweep may have"
     with pytest.raises(UserError, match="needs at least two different values"):
         read(tmp_path, FILE + "tune: {plasma_path: [a/b, a_b], updates: 5}\n")
     for bad in (".inf", ".nan"):

@@ -83,13 +83,29 @@ def test_a_signal_meets_a_program_that_has_just_ended(tmp_path):
     assert notes(tmp_path) == ["short"]
 
 
+SAVE = (
+    "import signal, sys, time\n"
+    "def stop(*_):\n    open(sys.argv[1], 'a').write(f'saved {sys.argv[2]}\\n'); sys.exit(75)\n"
+    "signal.signal(signal.SIGTERM, stop)\nprint('ready', flush=True)\ntime.sleep(50)\n"
+)
+
+
+def test_an_error_here_lets_the_others_save(tmp_path):
+    """Such as a full disk while the end of a step is written down."""
+
+    class Unrecorded(Commands):
+        def ended(self, result):
+            while not (tmp_path / "a.txt").read_text():
+                time.sleep(0.05)
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        run_chains([Commands(tmp_path, "a", SAVE), Unrecorded(tmp_path, "b", "")], jobs=2, watch=lambda: None)
+    assert (tmp_path / "notes").read_text() == "saved a\n"
+
+
 def test_a_signal_stops_all_and_starts_nothing_new(tmp_path):
-    save = (
-        "import signal, sys, time\n"
-        "def stop(*_):\n    open(sys.argv[1], 'a').write(f'saved {sys.argv[2]}\\n'); sys.exit(75)\n"
-        "signal.signal(signal.SIGTERM, stop)\nprint('ready', flush=True)\ntime.sleep(50)\n"
-    )
-    chains = [Commands(tmp_path, "a", save, NOTE), Commands(tmp_path, "b", save), Commands(tmp_path, "c", NOTE)]
+    chains = [Commands(tmp_path, "a", SAVE, NOTE), Commands(tmp_path, "b", SAVE), Commands(tmp_path, "c", NOTE)]
     timer = threading.Timer(0, lambda: None)
 
     def watch():

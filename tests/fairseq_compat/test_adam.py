@@ -74,6 +74,12 @@ def test_what_the_kernel_does_not_do_is_left_to_fairseq(adam):
     low[0].grad = torch.ones_like(low[0])
     adam(low, lr=0.5).step()
     assert low[0].tolist() == [0.5] * 3
+    turned = [weights()[0], torch.nn.Parameter(weights()[0].detach().clone())]
+    gradient = torch.randn(5, 7, generator=torch.Generator().manual_seed(2))
+    turned[0].grad, turned[1].grad = gradient.t(), gradient.t().contiguous()
+    for weight in turned:
+        adam([weight], lr=0.1).step()
+    torch.testing.assert_close(turned[0], turned[1])
     highest = weights()
     optimizer = adam(highest, lr=0.1, amsgrad=True)
     updates(optimizer, highest, 2)

@@ -305,3 +305,40 @@ def test_no_jump_of_the_clock_counts_as_training(monkeypatch):
     trainer._start_time, trainer._previous_training_time = time.time(), 5.0
     monkeypatch.setattr(time, "time", lambda: 1e12)
     assert 5.0 <= trainer._local_cumulative_training_time() < 1000
+
+
+def test_rows_of_a_batch_that_counts_for_nothing_are_none(monkeypatch):
+    """Rows of zeros would be the answers to the first question of the first split."""
+    from fairseq.tasks.fairseq_task import FairseqTask
+
+    from smlp.fairseq_compat import batches
+
+    found = {"loss": torch.tensor(2.0), "rows": torch.ones(4, 6)}
+    monkeypatch.setattr(FairseqTask, "train_step", FairseqTask.train_step)
+    monkeypatch.setattr(FairseqTask, "valid_step", lambda *_: (torch.tensor(2.0), 4, dict(found)))
+    monkeypatch.setattr(batches, "real_sample", lambda task: {"id": 1})
+    batches._count_repeated_batches_as_nothing()
+    for is_summed, rows in ((True, 4), (False, 0)):
+        criterion = argparse.Namespace(logging_outputs_can_be_summed=lambda is_summed=is_summed: is_summed)
+        _, size, logged = FairseqTask.valid_step(argparse.Namespace(), {}, None, criterion)
+        assert (
+            size == 0 and float(logged["loss"]) == 0 and logged["rows"].shape == (rows, 6) and not logged["rows"].any()
+        )
+
+
+def test_masks_of_held_out_text_do_not_depend_on_the_seed():
+    from smlp.fairseq_compat.data import MASK_SEED, held_out_masks
+
+    task = argparse.Namespace(cfg=argparse.Namespace(seed=77), trained_split="part1")
+    for split, seed in (("part1", 77), ("train", MASK_SEED), ("valid", MASK_SEED)):
+        with held_out_masks(task, split):
+            assert task.cfg.seed == seed
+        assert task.cfg.seed == 77
+
+
+@pytest.mark.parametrize("words", [["-agmlp_lm"], ["-a", "gmlp_lm"], ["-a=gmlp_lm"], ["--arch=gmlp_lm"]])
+def test_an_architecture_is_seen_however_it_is_given(words):
+    from smlp.fairseq_compat.arguments import has_option, option_value
+
+    assert option_value(words, "--arch", "-a") == "gmlp_lm" and has_option(words, "--arch", "-a")
+    assert not has_option(["--arch-x", "a"], "--arch", "-a")

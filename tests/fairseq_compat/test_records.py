@@ -142,6 +142,18 @@ def test_a_file_of_another_kind_is_kept(tmp_path, content, caplog):
     assert path.read_bytes() == content and "no record from here on: cannot write" in caplog.text
 
 
+def test_a_record_of_environments_is_no_record_of_updates(tmp_path):
+    for content, option in (
+        ('{"start": "2026", "world_size": 1}', "--data-order-file"),
+        ('{"update": 1}', "--environment-file"),
+    ):
+        (tmp_path / "file").write_text(content + "\n")
+        with pytest.raises(UserError, match=r"file: a file of another kind exists already"):
+            check_record(tmp_path / "file", option)
+    UpdateRecord(str(tmp_path / "file"), "record").add(2)
+    assert len((tmp_path / "file").read_text().splitlines()) == 2
+
+
 def test_records_of_a_run_need_files_of_their_own(tiny_data, tmp_path, run_fairseq_many):
     (tmp_path / "kept").write_text("suna mipi\n")
     args = [tiny_data, *COMMON, *SPARSE, "--max-update", 1]

@@ -44,6 +44,25 @@ def test_biases_move_once_an_update_as_in_the_paper():
     assert router.bias.value.tolist() == pytest.approx(want, abs=1e-6) and max(want) > 0.05
 
 
+@pytest.mark.parametrize(("num_experts", "mean"), [(8, 49), (6, 49), (7, 103), (12, 100)])
+def test_an_expert_with_exactly_its_share_stays(num_experts, mean):
+    """1 - load * (E / total) is 1e-16 for many of these."""
+    offsets, loads_E = ExpertOffsets(num_experts, rate=0.01, by_sign=True), torch.full((num_experts,), float(mean))
+    loads_E[0], loads_E[1] = mean + 5, mean - 5
+    offsets.adjust(torch.cat([loads_E, torch.ones(1)]).double())
+    assert offsets.value.sign().tolist() == [-1, 1, *[0] * (num_experts - 2)]
+
+
+def test_routers_of_ones_own_are_told_how_far_the_training_is(monkeypatch):
+    model, told = smlp.build("smlp_tiny", **SMALL, router="switch"), []
+    for block in model.blocks[1:]:
+        block.token_moe.router.__class__ = type(
+            "Own", (torch.nn.Module,), {"follow": lambda self, share: told.append(share)}
+        )
+    model.follow(0.25)
+    assert told == [0.25, 0.25]
+
+
 def test_weights_are_the_gates_without_biases():
     router = LossFreeRouter(6, 4, rate=0.1)
     router.bias.value[2] = 10.0

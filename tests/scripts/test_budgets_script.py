@@ -46,6 +46,7 @@ def test_each_model_after_each_budget(run, tmp_path, capsys):
     # 0.1 bits below gMLP for every seed
     assert float(switch["difference_percent"]) == pytest.approx(100 * (2**-0.1 - 1))
     assert float(switch["low"]) == pytest.approx(float(switch["high"]))
+    assert (switch["pairs"], rows[0]["pairs"]) == ("3", ""), "none of the baseline with itself"
     assert float(switch["perplexity"]) == pytest.approx(
         sum(2 ** (8 - UPDATES / 10 - 0.1 + 0.01 * seed) * math.exp(-0.05) for seed in (1, 2, 3)) / 3
     )

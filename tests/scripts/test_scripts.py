@@ -1,5 +1,6 @@
 """scripts/quickstart.sh and scripts/test.sh, and what they share in scripts/environment.sh."""
 
+import json
 import re
 import runpy
 import shutil
@@ -64,6 +65,15 @@ def test_quickstart_needs_a_time(tmp_path, minutes):
     done = shell(f"{sys.executable} {REPOSITORY}/{words}", tmp_path)
     assert done.returncode == 2 and f"must be above 0 and at most 525,600, not {minutes}" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_quickstart_keeps_its_settings_while_a_model_is_there(tiny_text, tmp_path, refused):
+    script = [sys.executable, str(REPOSITORY / "scripts" / "quickstart.py"), "--out", str(tmp_path / "run")]
+    script += ["--text", str(tiny_text / "train.txt"), "--updates", "4", "--vocab-size"]
+    (tmp_path / "run" / "smlp_hash_tiny").mkdir(parents=True)
+    made_with = {"text": {}, "vocab_size": 80, "models": {}, "updates": 4}  # and the data were removed
+    (tmp_path / "run" / "settings.json").write_text(json.dumps(made_with))
+    assert "was made with another" in refused([*script, "70"])
 
 
 def test_quickstart_leaves_a_users_folder_alone(tiny_text, tmp_path, refused):

@@ -131,6 +131,10 @@ def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, 
     assert run(path, out) == 0
     assert in_process[-1][-2:] == ["--resume", str(out / "runs" / "first-s1" / "last.pth.tar")]
     shutil.copy(in_process[-1][-1], tmp_path / "start.pth.tar")
+    (out / "runs" / "first-s1" / "done.json").unlink()
+    (out / "runs" / "first-s1" / "last.pth.tar").unlink()
+    assert run(path, out) == 0, "killed while the last checkpoint was replaced"
+    assert "--resume" in in_process[-1] and in_process[-1][-1] != str(out / "runs" / "first-s1" / "last.pth.tar")
     started, other = (
         write(tmp_path, digits, seeds="[1]", more=f"--initial-checkpoint {tmp_path}/start.pth.tar"),
         tmp_path / "b",

@@ -141,6 +141,16 @@ def test_evaluation_repeats_the_validation_of_training(digits, two_epochs):
     assert without["weights"] == "state_dict" and without["loss"] != report["loss"]
 
 
+def test_the_classes_are_those_of_the_training_whatever_names_the_model(digits, two_epochs, tmp_path):
+    """A split without the first class would number the others anew."""
+    shutil.copytree(f"{digits}/validation", tmp_path / "some" / "validation")
+    shutil.rmtree(tmp_path / "some" / "validation" / "0")
+    path = two_epochs / "last.pth.tar"
+    want = evaluated(path, str(tmp_path / "some"))
+    named = evaluated(path, str(tmp_path / "some"), "--model", read_checkpoint(str(path))["args"].model)
+    assert (named["loss"], named["top1"]) == (want["loss"], want["top1"])
+
+
 def test_accuracy_is_a_count_over_all_images(digits, two_epochs, monkeypatch):
     """Against a loop over single images, without timm's loader."""
     from argparse import Namespace

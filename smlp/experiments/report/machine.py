@@ -27,7 +27,7 @@ def hardware(results: Results) -> dict[str, Any]:
     own = next((run.environments[-1] for run in results.runs if run.environments), None)
     if own is None:
         return dict(results.environment)
-    return {**results.environment, **own, "gpus": [own["gpu"]] * own["world_size"] if own.get("gpu") else []}
+    return {**results.environment, **own, "gpus": [own["gpu"]] * own.get("world_size", 1) if own.get("gpu") else []}
 
 
 def describe_gpus(results: Results) -> str:
@@ -44,8 +44,9 @@ def describe_machine(results: Results) -> str:
     parts = [describe_gpus(results), f"{found.get('cores')} cores"]
     if found.get("processor"):
         parts.append(found["processor"])
+    at_a_time = "each run" if found.get("where") == "slurm" else f"{_counted(found.get('jobs'), 'run')} at a time, each"
     return (
-        f"Machine: {', '.join(parts)}; {_counted(found.get('jobs'), 'run')} at a time, each with "
+        f"Machine: {', '.join(parts)}; {at_a_time} with "
         f"{_counted(found.get('world_size'), 'rank')} of {_counted(found.get('threads'), 'thread')}."
     )
 

@@ -292,12 +292,12 @@ def _environment(results: Results) -> list[str]:
             value = _revision(value)
         if value not in (None, [], "", {}):
             lines.append(f"- {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
-    timed = (results.speed or {}).get("environment", {}).get("git")
+    timed = ((results.speed or {}).get("environment") or {}).get("git")
     if timed and timed != results.environment.get("git"):
         lines.append(f"- git, of the timing of updates: {_revision(timed)}")
     for split, record in results.data.get("splits", {}).items():
-        words = record.get("words")
-        lines.append(f"- {split}: {record.get('tokens', 0):,} tokens" + (f", {words:,} words" if words else ""))
+        tokens, words = ((record or {}).get(name) for name in ("tokens", "words"))
+        lines.append(f"- {split}: {tokens or 0:,} tokens" + (f", {words:,} words" if words else ""))
     if results.data.get("vocab_size"):
         lines.append(f"- vocabulary: {results.data['vocab_size']:,}")
     own = ", environment.jsonl of the runs" if any(run.environments for run in results.runs) else ""

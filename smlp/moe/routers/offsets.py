@@ -64,7 +64,7 @@ class ExpertOffsets(nn.Module):
         total = loads_E.sum()
         if total == 0:
             return
-        lack_E = 1 - loads_E * (loads_E.numel() / total)
+        lack_E = 1 - loads_E * loads_E.numel() / total  # exactly 0 where an expert has its share
         step_E = lack_E.sign() if self.by_sign else lack_E.clamp(min=-1) * (spread / total)
         self.value += (self.rate * step_E).to(self.value)
 

@@ -327,6 +327,7 @@ class GatedMLPMoE(BlockKind):
     """gMLP layers as experts of tokens."""
 
     has_spatial_weights = True
+    keeps_sequences_whole = True
 
     def check(self, config: ModelConfig) -> None:
         check_halves(config)
