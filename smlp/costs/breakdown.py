@@ -36,7 +36,6 @@ DISPATCH = "dispatch and combine"
 ALL_TO_ALL = "all-to-all"
 REST_OF_BLOCKS = "rest of blocks"
 REDUCTION = "gradients: reduce, clip"
-OTHER = "other"
 #: in the order of the table's rows
 COMPONENTS = (
     *(EMBEDDING, NORMS, PROJECTIONS, SPATIAL, SCORES, ROUTER, DISPATCH, EXPERTS, ALL_TO_ALL, REST_OF_BLOCKS, OUTPUT),

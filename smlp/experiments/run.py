@@ -198,18 +198,17 @@ def _is_over(folder: Folder, run: PlannedRun) -> bool:
 
 def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel], chosen: dict[str, Any]) -> int:
     runs = main_runs(experiment, models, chosen)
-    states = {run.name: folder.run(run.folder).state()["state"] for run in runs}
-    failed = [
-        run for run in runs if folder.run(run.folder).state()["message"]
-    ]  # including runs that only lack zero-shot results
-    missing = [name for name, state in states.items() if state not in (DONE, FAILED)]
+    states = {run.name: folder.run(run.folder).state() for run in runs}
+    # including runs that only lack zero-shot results
+    failed = {name: state["message"] for name, state in states.items() if state["message"]}
+    missing = [name for name, state in states.items() if state["state"] not in (DONE, FAILED)]
     left_out = [model.name for model in models if experiment.tuning is not None and model.name not in chosen]
-    for run in failed:
-        print(f"failed: {run.name}: {folder.run(run.folder).state()['message']}", flush=True)
+    for name, message in failed.items():
+        print(f"failed: {name}: {message}", flush=True)
     if missing:
         print(f"not trained yet: {', '.join(missing)}", flush=True)
     for name in left_out:
         print(f"not trained: {name}: every run of its grid failed", flush=True)
-    done = list(states.values()).count(DONE)
+    done = sum(state["state"] == DONE for state in states.values())
     print(f"{done} of {len(runs)} runs are done: smlp compare report {shlex.quote(str(folder.path))}", flush=True)
     return 1 if failed or missing or left_out else 0

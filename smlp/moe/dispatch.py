@@ -102,7 +102,11 @@ class LocalDispatcher:
             (N, H).
         """
         plan = record.plan
-        return add_up(y_AH, weight_A, plan.token_A, plan.num_tokens, plan.place_N)
+        if weight_A is not None:
+            y_AH = y_AH * weight_A.to(y_AH.dtype).unsqueeze(1)
+        if plan.place_N is None:
+            return summed_rows(y_AH, plan.token_A, plan.num_tokens)
+        return permuted_rows(y_AH, plan.place_N, plan.token_A)  # every token has exactly one row
 
 
 class EveryExpertDispatcher(LocalDispatcher):
@@ -122,18 +126,6 @@ class EveryExpertDispatcher(LocalDispatcher):
         plan = record.plan
         y_AH = y_XH.index_select(0, plan.expert_A * plan.num_tokens + plan.token_A)
         return super().combine(y_AH, weight_A, record)
-
-
-def add_up(
-    y_AH: Tensor, weight_A: Tensor | None, token_A: Tensor, num_tokens: int, place_N: Tensor | None = None
-) -> Tensor:
-    """Multiply rows with their weights and sum them for each token: (A, H) to (N, H).
-
-    If every token has exactly one row, ``place_N`` says where it is.
-    """
-    if weight_A is not None:
-        y_AH = y_AH * weight_A.to(y_AH.dtype).unsqueeze(1)
-    return summed_rows(y_AH, token_A, num_tokens) if place_N is None else permuted_rows(y_AH, place_N, token_A)
 
 
 @dataclass(frozen=True)

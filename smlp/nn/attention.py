@@ -28,16 +28,15 @@ class RelativeBias(nn.Module):
 
     Args:
         num_heads: h.
-        max_tokens: T.
         is_causal: whether no position sees a later one.
     """
 
-    def __init__(self, num_heads: int, max_tokens: int, is_causal: bool) -> None:
+    def __init__(self, num_heads: int, is_causal: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads, BUCKETS))
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=0.02)
-        self.max_tokens, self.is_causal = max_tokens, is_causal
+        self.is_causal = is_causal
 
     def forward(self, num_tokens: int) -> Tensor:
         """Return the scores (h, n, n) of n tokens, query by key."""
@@ -110,7 +109,7 @@ class SelfAttention(nn.Module):
         self.proj_out = xavier_linear(width, config.embed_dim if out_dim is None else out_dim)
         self.relative = None
         if scores in ("relative", "relative_only"):
-            self.relative = RelativeBias(self.num_heads, config.max_tokens, self.is_causal)
+            self.relative = RelativeBias(self.num_heads, self.is_causal)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
         """Map (B, n, H) to (B, n, O)."""

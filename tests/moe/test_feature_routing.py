@@ -10,9 +10,9 @@ import smlp
 from smlp.config import unflatten
 from smlp.evaluation.leak import randomise
 from smlp.moe.routers import FeatureRouter
-from smlp.moe.routers.features import balanced_features
 from smlp.nn.blocks.smlp import feature_moe
 from smlp.nn.state import DecodingState, ForwardContext
+from smlp.ops import balanced_assignments
 
 WIDTH, MAX_TOKENS, PREFIX = 8, 10, 2
 KINDS = ("partial", "leaky")
@@ -99,9 +99,9 @@ def test_the_best_balanced_choice_by_hand():
         [[4.0, 0.0], [0.0, 4.0], [0.0, 4.0], [4.0, 0.0]],
         [[9.0, 0.0], [2.0, 1.0], [8.0, 1.0], [3.0, 1.0]],
     ])  # fmt: skip
-    assert balanced_features(scores).tolist() == [[0, 1, 1, 0], [0, 1, 0, 1]]
-    assert balanced_features(scores.flip(0)).tolist() == [[0, 1, 0, 1], [0, 1, 1, 0]]
-    assert balanced_features(scores[:0]).shape == (0, 4)
+    assert balanced_assignments(scores).tolist() == [[0, 1, 1, 0], [0, 1, 0, 1]]
+    assert balanced_assignments(scores.flip(0)).tolist() == [[0, 1, 0, 1], [0, 1, 1, 0]]
+    assert balanced_assignments(scores[:0]).shape == (0, 4)
 
 
 def test_a_router_scores_what_it_reads_and_keeps_to_a_decision():

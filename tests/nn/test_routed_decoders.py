@@ -46,7 +46,7 @@ def test_recomputation_draws_and_decides_as_the_first_time(name, monkeypatch):
 
     count(TopKRouter, "_decide")
     count(balanced, "balanced_plan")
-    count(features, "balanced_features")
+    count(features, "balanced_assignments")
     losses, gradients, numbers = [], [], []
     for recompute in (False, True):
         decisions.clear()

@@ -65,9 +65,6 @@ _RECORD: dict[str, Any] = {
 }
 
 
-_RECORD_FUNCTIONS = {"process_results": f"{__name__}.process_results"}
-
-
 def evaluate(
     model: HarnessModel,
     tasks: Sequence[str],
@@ -234,7 +231,7 @@ def write_local_task(name: str, data_dir: str | Path, folder: str | Path, with_t
     }
     lines = [f"{key}: {json.dumps(value)}" for key, value in configuration.items()]  # JSON is YAML
     if name == "record":
-        lines += [f"{key}: !function {function}" for key, function in _RECORD_FUNCTIONS.items()]
+        lines.append(f"process_results: !function {__name__}.process_results")
     path = folder / f"{name}.yaml"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return num_repeated["validation"]

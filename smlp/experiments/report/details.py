@@ -9,12 +9,11 @@ from typing import Any
 
 from smlp.experiments.plan import spread_of
 from smlp.experiments.report.results import MISSING, Results, RunResult
-from smlp.experiments.report.table import EMPTY, Cell, Column, Table, amount, label
+from smlp.experiments.report.table import EMPTY, MODEL_COLUMN, Cell, Column, Table, amount, label
 from smlp.experiments.tuning import at_edge, is_ordered
 
 #: cost of a training step in forward passes
 FORWARD_AND_BACKWARD = 3
-_MODEL = Column("model", "model", "experiment.json: models.name")
 _MODELS = "experiment.json: models"
 #: columns of Table 5 by key: head and configuration field
 LAYOUT = {
@@ -43,7 +42,7 @@ def training_flops(flops_per_token: float, tokens: float) -> float:
 def details_table(results: Results) -> Table:
     """Make Table 5 for these models."""
     columns = [
-        _MODEL,
+        MODEL_COLUMN,
         Column("arch", "preset", f"{_MODELS}.arch"),
         *(Column(key, head, f"{_MODELS}.config.{name}") for key, (head, name) in LAYOUT.items()),
         Column("parameters_millions", "parameters (M)", f"{_MODELS}.parameters.total"),
@@ -113,7 +112,7 @@ def state_table(results: Results) -> Table | None:
     """Make the table of incomplete runs; None if all are complete."""
     columns = [
         Column("run", "run", "folder in runs/"),
-        _MODEL,
+        MODEL_COLUMN,
         Column("seed", "seed", "experiment.json: seeds"),
         Column("state", "state", "run.json: state"),
         Column("update", "updates", "largest of train.log: num_updates, and data_order.jsonl: update"),
@@ -210,7 +209,7 @@ def tuning_table(results: Results) -> Table | None:
     values = [str(value) for value in (sorted(tuned["values"]) if is_ordered(tuned["values"]) else tuned["values"])]
     option = tuned["option"]
     columns = [
-        _MODEL,
+        MODEL_COLUMN,
         *(
             Column(
                 value,

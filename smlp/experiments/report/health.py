@@ -10,7 +10,7 @@ from typing import Any
 
 from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import over_runs
-from smlp.experiments.report.table import Cell, Column, Table, amount, estimate, label, mean_cell, origin
+from smlp.experiments.report.table import MODEL_COLUMN, Cell, Column, Table, amount, estimate, label, mean_cell, origin
 
 _FILE = "router_health.jsonl"
 _NOMINAL, _REALISED = "nominal_multiply_adds_millions_per_token", "realised_multiply_adds_millions_per_token"
@@ -19,7 +19,7 @@ _NOMINAL, _REALISED = "nominal_multiply_adds_millions_per_token", "realised_mult
 def work_table(results: Results) -> Table:
     """Make the table of realised and nominal multiply-adds of the logged updates, and of what was dropped."""
     columns = [
-        Column("model", "model", "experiment.json: models.name"),
+        MODEL_COLUMN,
         Column(
             _NOMINAL, "nominal multiply-adds per token (M)", f"{_FILE}: mean of work.nominal_flops / tokens, forward"
         ),
@@ -81,7 +81,7 @@ _FIGURES = (
 def layers_table(results: Results) -> Table:
     """Make the table of each routed layer's last record, with its drops over the whole training."""
     columns = [
-        Column("model", "model", "experiment.json: models.name"),
+        MODEL_COLUMN,
         Column("layer", "layer", f"{_FILE}: layers"),
         Column("router", "router", f"{_FILE}: layers.router"),
         Column("experts", "experts", f"{_FILE}: layers.num_experts"),

@@ -10,7 +10,17 @@ from typing import Any
 
 from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import TIMES, TIMES_FIELD, TIMES_FILE, over_runs, training_seconds
-from smlp.experiments.report.table import Cell, Column, Estimate, Table, estimate, label, mean_cell, origin
+from smlp.experiments.report.table import (
+    MODEL_COLUMN,
+    Cell,
+    Column,
+    Estimate,
+    Table,
+    estimate,
+    label,
+    mean_cell,
+    origin,
+)
 
 #: facts that may affect a run's results or speed
 _NAMES = ("smlp", "torch", "fairseq", "numpy", "python", "processor", "gpu", "threads", "world_size", "git", "plugins")
@@ -110,7 +120,7 @@ def whole_time(run: RunResult) -> WholeTime | None:
 def split_table(results: Results) -> Table:
     """Make the table of where each model's time went, of its memory, and of how well it used the machine."""
     columns = [
-        Column("model", "model", "experiment.json: models.name"),
+        MODEL_COLUMN,
         Column("training_s", "training steps (s)", TIMES),
         Column(
             "other_s",

@@ -11,6 +11,7 @@ from smlp.experiments.report.details import data_orders
 from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.table import (
     EMPTY,
+    MODEL_COLUMN,
     Cell,
     Column,
     Estimate,
@@ -142,7 +143,7 @@ def quality_table(results: Results, subset: str, compared_with: Sequence[Model])
     """Make the table of perplexity on a validation set at the end of training."""
     prefix = results.has_prefix
     columns = [
-        Column("model", "model", "experiment.json: models.name"),
+        MODEL_COLUMN,
         Column("seeds", "seeds", "number of finished runs with a score"),
         Column("per_token", "per token", f"scores.json: exp(subsets.{subset}.nll_all), all positions"),
         Column("per_word", "per word", f"scores.json: exp(nll_all * tokens / words) of subsets.{subset}"),

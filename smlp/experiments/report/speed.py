@@ -17,6 +17,7 @@ from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
 from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.table import (
     EMPTY,
+    MODEL_COLUMN,
     Cell,
     Column,
     Estimate,
@@ -54,8 +55,6 @@ class TimeToTarget:
 
     #: seconds in training steps, by seed, of the runs that reached it
     seconds: Estimate | None
-    #: updates of the same runs, by seed
-    updates: Estimate | None
     #: seconds on the mean curve, if the mean reached the target but some run did not
     mean_curve_seconds: float | None
     num_runs: int
@@ -130,7 +129,7 @@ def time_to_target(results: Results, model: Model, target: Target) -> TimeToTarg
     mean = first_crossing(mean_curve(results, model), target.perplexity)
     missed = any(value is None for value in updates.values())
     mean_seconds = sum(run.timeline.at(mean) for run in runs) / len(runs) if missed and mean is not None else None
-    return TimeToTarget(estimate(seconds), estimate(updates), mean_seconds, len(runs))
+    return TimeToTarget(estimate(seconds), mean_seconds, len(runs))
 
 
 def training_seconds(run: RunResult) -> float | None:
@@ -184,7 +183,7 @@ def speed_table(results: Results) -> Table:
     whole = {model.name: over_runs(results, model, training_seconds) for model in results.models}
     unit, size = time_unit([found.mean for found in whole.values() if found])
     columns = [
-        Column("model", "model", "experiment.json: models.name"),
+        MODEL_COLUMN,
         Column("parameters_millions", "parameters (M)", "experiment.json: models.parameters.total"),
         Column(
             "perplexity",

@@ -10,9 +10,7 @@ from smlp.experiments.report.paper import closest_to_paper, is_of_the_paper
 from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
 from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import over_runs
-from smlp.experiments.report.table import Column, Table, amount, estimate, label, mean_cell, origin
-
-_MODEL = Column("model", "model", "experiment.json: models.name")
+from smlp.experiments.report.table import MODEL_COLUMN, Column, Table, amount, estimate, label, mean_cell, origin
 
 
 def head_groups(results: Results) -> list[list[Model]]:
@@ -49,7 +47,7 @@ def masked_table(results: Results) -> Table | None:
             }
         )
     columns = [
-        _MODEL,
+        MODEL_COLUMN,
         Column("paper", "the paper's perplexity", f"{paper.GMLP_SOURCE}, Table 3"),
         Column("per_token", "here", f"scores.json: exp(subsets.{subset}.nll_all)"),
     ]
@@ -65,7 +63,7 @@ def heads_table(results: Results) -> Table | None:
     """Make the table for Figure 4; None if no two models differ in heads alone."""
     subset = results.subsets[0]
     columns = [
-        _MODEL,
+        MODEL_COLUMN,
         Column("heads", "heads", "experiment.json: models.config.num_heads"),
         Column("parameters_millions", "parameters (M)", "experiment.json: models.parameters.total"),
         Column("per_token", "perplexity per token", f"scores.json: exp(subsets.{subset}.nll_all)"),
@@ -100,7 +98,7 @@ def variants_table(results: Results) -> Table | None:
     """Make the table for Figure 7; None if there are no two kinds of feature routing."""
     subset = results.subsets[0]
     columns = [
-        _MODEL,
+        MODEL_COLUMN,
         Column("routing", "features are routed", "experiment.json: models.config.feature_routing"),
         Column("per_token", "per token, all positions", f"scores.json: exp(subsets.{subset}.nll_all)"),
         Column("after_prefix", "per token, after the prefix", f"scores.json: exp(subsets.{subset}.nll_after_prefix)"),
@@ -136,7 +134,7 @@ def moe_table(results: Results) -> Table | None:
     """Make the table for Table 7; None without a gMLP-MoE."""
     subset = results.subsets[0]
     columns = [
-        _MODEL,
+        MODEL_COLUMN,
         Column("experts", "experts", "experiment.json: models.config.num_experts"),
         Column("per_token", "perplexity per token", f"scores.json: exp(subsets.{subset}.nll_all)"),
         Column("after_prefix", "after the prefix", f"scores.json: exp(subsets.{subset}.nll_after_prefix)"),

@@ -132,6 +132,9 @@ class Column:
     how: str
 
 
+MODEL_COLUMN = Column("model", "model", "experiment.json: models.name")
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of cells by column key. A missing key is an empty cell, and a column without any cell is not shown."""

@@ -15,14 +15,6 @@ from smlp.ops import balanced_assignments
 from smlp.parallel.spans import ASSIGNMENT, stage
 
 
-def balanced_features(logits_BHE: Tensor) -> Tensor:
-    """Return each feature's expert, (B, H), for the best total score with H/E features at each expert of a sequence.
-
-    Sequences do not see each other.
-    """
-    return balanced_assignments(logits_BHE)
-
-
 class FeatureRouter(nn.Module):
     """Scores ``v @ W_r`` of feature vectors, in float32; weight = softmax probability of the chosen expert.
 
@@ -53,6 +45,6 @@ class FeatureRouter(nn.Module):
         logits_BHE = gate_logits(v_BHL, self.weight[:, : v_BHL.size(2)])
         if expert_BH is None:
             with torch.no_grad(), stage(ASSIGNMENT):
-                expert_BH = balanced_features(logits_BHE)
+                expert_BH = balanced_assignments(logits_BHE)
         probability_BH = logits_BHE.softmax(dim=2).gather(2, expert_BH.unsqueeze(2)).squeeze(2)
         return expert_BH, probability_BH, logits_BHE
