@@ -152,7 +152,7 @@ def cut_context(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], n
         if wanted is None or len(wanted) != tensor.dim() or not name.endswith(_OVER_POSITIONS):
             continue
         for axis, size in enumerate(wanted):
-            is_toeplitz = size == 2 * num_tokens - 1 > num_tokens
+            is_toeplitz = name.endswith(".heads.weight") and tensor.dim() == 2 and size == 2 * num_tokens - 1
             if tensor.size(axis) > size and (is_toeplitz or size == num_tokens):
                 tensor = tensor.narrow(axis, (tensor.size(axis) - size) // 2 if is_toeplitz else 0, size)
         cut[name] = tensor

@@ -176,11 +176,12 @@ def test_an_encoder_sees_everything_but_padding(arch):
 
 @pytest.mark.parametrize("arch", ["gmlp_mlm_tiny", "bert_mlm_tiny", "mixer_mlm_tiny", "amlp_mlm_tiny"])
 @pytest.mark.parametrize("spatial_weights", ["full", "toeplitz"])
-def test_a_shorter_model_is_cut_from_a_longer_one(arch, spatial_weights):
-    long, short = (make(arch, spatial_weights=spatial_weights, max_tokens=T) for T in (12, 8))
+@pytest.mark.parametrize("shorter", [8, 1])
+def test_a_shorter_model_is_cut_from_a_longer_one(arch, spatial_weights, shorter):
+    long, short = (make(arch, spatial_weights=spatial_weights, max_tokens=T) for T in (12, shorter))
     shapes = {name: tensor.shape for name, tensor in short.state_dict().items()}
-    short.load_state_dict(cut_context(long.state_dict(), shapes, 8))
-    ids = tokens(2, 8)
+    short.load_state_dict(cut_context(long.state_dict(), shapes, shorter))
+    ids = tokens(2, shorter)
     torch.testing.assert_close(short(ids), long(ids), rtol=1e-12, atol=1e-12)
 
 
