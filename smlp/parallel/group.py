@@ -46,8 +46,8 @@ class Group(Protocol):
     def all_reduce(self, x: Tensor, name: str, operation: str = "sum") -> Tensor:
         """Compute the sum or "max" over the group, in place; return x."""
 
-    def gather(self, x: Tensor, name: str, destination: int | None = None) -> list[Tensor] | None:
-        """Return the tensors, of one shape, of all ranks in order, on every rank or on one; None on the others."""
+    def gather(self, x: Tensor, name: str) -> list[Tensor]:
+        """Return the tensors, of one shape, of all ranks in order."""
 
 
 class LocalGroup:
@@ -68,7 +68,7 @@ class LocalGroup:
         """Return x."""
         return x
 
-    def gather(self, x: Tensor, name: str, destination: int | None = None) -> list[Tensor] | None:
+    def gather(self, x: Tensor, name: str) -> list[Tensor]:
         """Return x alone."""
         return [x]
 
@@ -124,21 +124,15 @@ class DistributedGroup:
         )
         return x
 
-    def gather(self, x: Tensor, name: str, destination: int | None = None) -> list[Tensor] | None:
+    def gather(self, x: Tensor, name: str) -> list[Tensor]:
         """See :class:`Group`."""
         device = x.device
         x = x.contiguous().cuda() if self.only_cuda else x.contiguous()
-        here = destination is None or destination == self.rank
-        parts = [torch.empty_like(x) for _ in range(self.size)] if here else None
-
-        def run() -> None:
-            if destination is None:
-                dist.all_gather(parts, x, group=self.process_group)
-            else:
-                dist.gather(x, parts, dst=self.members[destination], group=self.process_group)
-
-        self._run(run, name, f"gather of {tuple(x.shape)} {x.dtype}")
-        return None if parts is None else [part.to(device) for part in parts]
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._run(
+            lambda: dist.all_gather(parts, x, group=self.process_group), name, f"gather of {tuple(x.shape)} {x.dtype}"
+        )
+        return [part.to(device) for part in parts]
 
     def _here(self, name: str) -> str:
         return f"{name}: rank {self.members[self.rank]} (ranks {self.members})"

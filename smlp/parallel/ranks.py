@@ -143,22 +143,17 @@ def _own_group(groups: list[list[int]], rank: int, timeout: timedelta | None, ba
     return DistributedGroup(own)
 
 
-def whole_state(
-    state: Mapping[str, Tensor], expert_names: Collection[str], ranks: Ranks, only_on_first: bool = False
-) -> dict[str, Tensor] | None:
+def whole_state(state: Mapping[str, Tensor], expert_names: Collection[str], ranks: Ranks) -> dict[str, Tensor]:
     """Gather all experts from the ranks that have them, bit for bit; a collective over each expert group.
 
     Args:
         state: tensors of this rank by name. Expert tensors are (e, ...); scalars and the others are taken as they are.
         expert_names: names of expert tensors; those that ``state`` lacks are left out, on all ranks alike.
         ranks: layout and groups.
-        only_on_first: only rank 0 gets the result, and only its expert group communicates; the others get None.
 
     Returns:
         The names in the order of ``state``; expert tensors (E, ...) on their own device.
     """
-    if only_on_first and ranks.layout.rank >= ranks.layout.group_size:
-        return None
     whole = {}
     for name, tensor in state.items():
         if name not in expert_names or tensor.dim() == 0:
@@ -166,10 +161,8 @@ def whole_state(
             continue
         # sent as bytes, which works for every dtype
         as_bytes = tensor.detach().contiguous().view(torch.uint8)
-        parts = ranks.experts.gather(as_bytes, name, destination=0 if only_on_first else None)
-        if parts is not None:
-            whole[name] = torch.cat(parts).view(tensor.dtype)
-    return None if only_on_first and ranks.layout.rank > 0 else whole
+        whole[name] = torch.cat(ranks.experts.gather(as_bytes, name)).view(tensor.dtype)
+    return whole
 
 
 def cut_state(whole: Mapping[str, Tensor], expert_names: Collection[str], layout: ExpertLayout) -> dict[str, Tensor]:
