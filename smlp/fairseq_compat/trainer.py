@@ -9,7 +9,7 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from fairseq.trainer import Trainer
 from torch import Tensor, nn
 
 from smlp.criterions.choice import check_criterion
+from smlp.errors import UserError
 from smlp.fairseq_compat.batches import batch_seeds, real_batches_last, seed_generators
 from smlp.fairseq_compat.changed_settings import check_constants, compare_optimizers, compare_with, constants
 from smlp.fairseq_compat.core import core_of
@@ -182,8 +183,10 @@ class SparseTrainer(Trainer):
 
         fairseq would copy them from weights that it has just deleted.
         """
-        settings = self.cfg.ema
-        begin = settings.store_ema and Path(filename).is_file() and not has_averages(filename)
+        settings, begin = self.cfg.ema, False
+        if settings.store_ema and Path(filename).is_file():
+            with suppress(UserError):  # of other packages' models, with classes of their own: fairseq reads it
+                begin = not has_averages(filename)
         try:
             settings.store_ema = settings.store_ema and not begin
             yield
