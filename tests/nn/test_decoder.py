@@ -322,3 +322,10 @@ def test_a_fresh_model_starts_as_the_papers_say():
     routed, _ = sparse.token_moe(x, ForwardContext())
     assert not routed.any(), "ff2 starts at zero, so the tMoE starts as the identity"
     assert not model.embedding.weight[model.config.padding_idx].any()
+
+
+@pytest.mark.parametrize("arch", ["gmlp_lm_tiny", "dense_lm_tiny"])
+def test_a_forward_pass_without_values_gives_shapes(arch):
+    """Where no router needs values."""
+    model = smlp.build(arch, vocab_size=40, max_tokens=12, embed_dim=32, ffn_dim=32).to("meta")
+    assert model(torch.zeros(2, 12, dtype=torch.long, device="meta")).logits.shape == (2, 12, 40)
