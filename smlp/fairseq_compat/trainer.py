@@ -187,15 +187,17 @@ class SparseTrainer(Trainer):
         if settings.store_ema and Path(filename).is_file():
             with suppress(UserError):  # of other packages' models, with classes of their own: fairseq reads it
                 begin = not has_averages(filename)
+        if not begin:
+            yield
+            return
+        settings.store_ema = False
         try:
-            settings.store_ema = settings.store_ema and not begin
             yield
         finally:
-            settings.store_ema = settings.store_ema or begin
-        if begin:
-            self._build_ema()
-            if settings.ema_seed_model is None:
-                logger.info(f"{filename} has no averages: those of --store-ema begin with its weights")
+            settings.store_ema = True
+        self._build_ema()
+        if settings.ema_seed_model is None:
+            logger.info(f"{filename} has no averages: those of --store-ema begin with its weights")
 
     def get_train_iterator(self, *args: Any, **kw: Any) -> Any:
         """Get ready for signals before fairseq builds the first data loader, and keep the position in the data."""

@@ -284,8 +284,9 @@ def _points_table(
 
 
 def _num_seeds(errors: dict[str, dict[int, float]]) -> str:
-    counts = sorted({len(of_seed) for of_seed in errors.values()})
-    return " to ".join(map(str, counts[:1] + counts[1:][-1:])) + (" seed" if counts == [1] else " seeds")
+    counts = [len(of_seed) for of_seed in errors.values()]
+    fewest, most = min(counts), max(counts)
+    return f"{fewest} to {most} seeds" if fewest < most else f"{most} seed{'s' * (most != 1)}"
 
 
 def _series_tables(record: dict[str, Any], errors: dict[str, dict[int, float]]) -> list[Table]:
