@@ -22,16 +22,18 @@ if __name__ == "__main__":
     let_waiting_threads_sleep()  # here, and in the commands that are started; torch reads it when it is imported
 
 import torch
-import torch.nn.functional as F
 import training_runs as tools
-from training_runs import BATCH_SIZE, ROOT, TOKENS_PER_SAMPLE, TOKENS_PER_UPDATE, WARMUP_UPDATES, run_tool
+from training_runs import BATCH_SIZE, ROOT, TOKENS_PER_SAMPLE, TOKENS_PER_UPDATE, WARMUP_UPDATES
 
 import smlp
 from data_prep.corpus import MANIFEST, describe_splits
 from smlp.errors import UserError
 from smlp.evaluation.curves import draw_curves, read_training_log
 from smlp.evaluation.perplexity import Perplexity, measure_text
+from smlp.experiments.data import encode_splits
+from smlp.experiments.speed import TimedUpdates
 from smlp.files import check_no_other
+from smlp.launch.local import run_logged
 from smlp.text.binarized import read_fairseq_tokens
 from smlp.text.ngram import NGramModel
 from smlp.text.tokenizer import Vocabulary
@@ -54,33 +56,28 @@ def make_text(options: argparse.Namespace, text: Path) -> None:
         print(f"      {text} exists, skipped")
     else:
         module, sources = ("python_docs", []) if not options.text else ("text_files", ["--text", *options.text])
-        run_tool(
-            "text", [sys.executable, "-m", f"data_prep.{module}", "--out", str(text), *sources], options.logs("text")
-        )
+        make = [sys.executable, "-m", f"data_prep.{module}", "--out", str(text), *sources]
+        run_logged("text", make, options.logs("text"), ROOT)
     print("      " + describe_splits(json.loads((text / MANIFEST).read_text())).replace("\n", "\n      "))
 
 
 def make_data(options: argparse.Namespace, text: Path, pieces: Path, data: Path) -> None:
     """Step 2: make a SentencePiece vocabulary of the training text, and fairseq's binary files."""
-    if not tools.make_data(text, pieces, data, options.vocab_size, options.logs("x").parent):
+    if (data / MANIFEST).is_file():
         print(f"      {data} exists, skipped")
+    else:
+        encode_splits(text, pieces, data, options.vocab_size, options.logs("x").parent)
     print(f"      {len(Vocabulary.load(data / 'dict.txt'))} symbols in {data / 'dict.txt'}")
 
 
 def seconds_per_update(arch: str, vocab_size: int, num_updates: int = 4) -> float:
     """Measure forward, backward and optimizer of one batch on this machine."""
     model = smlp.build(arch, vocab_size=vocab_size, max_tokens=TOKENS_PER_SAMPLE, dropout=0.0, **LEVERS)
-    optimizer = torch.optim.Adam(model.parameters())
+    timed = TimedUpdates(model, "cpu", torch.float32, learning_rate=1e-3)
     tokens = torch.randint(4, vocab_size, (BATCH_SIZE, TOKENS_PER_SAMPLE + 1))
-    times = []
     for _ in range(num_updates):
-        start = time.perf_counter()
-        logits = model(tokens[:, :-1]).logits
-        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        timed.update([(tokens[:, :-1], tokens[:, 1:])])
+    return min(timed.seconds)
 
 
 def choose_num_updates(options: argparse.Namespace, data: Path, chosen: Path) -> int:

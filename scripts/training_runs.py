@@ -1,4 +1,4 @@
-"""Run the steps that scripts which train models share: data, fairseq-train, fairseq-eval-lm, each with a log."""
+"""Run the steps that scripts which train models share: fairseq-train and fairseq-eval-lm, each with a log."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import TextIO
 
 from training_display import TrainingDisplay
 
-from data_prep.corpus import MANIFEST
 from smlp.errors import UserError
 from smlp.files import write_whole
+from smlp.launch.local import failed_step, run_logged
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS_PER_SAMPLE = 128
@@ -35,22 +35,6 @@ RECIPE = shlex.split(
 def executable(name: str) -> str:
     """Return the path of a command in this Python's environment, such as fairseq-train."""
     return str(Path(sys.executable).parent / name)
-
-
-def _failure(step: str, status: int, log: Path) -> UserError:
-    lines = log.read_text(errors="replace").splitlines()
-    last = next((line for line in reversed(lines) if line.strip()), "no output")
-    return UserError(f"step '{step}' failed with status {status}, see {log} (last line: {last})")
-
-
-def run_tool(name: str, command: list[str], log: Path) -> str:
-    """Run a command with its output in ``log`` and return the output. Raises UserError naming step and log."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
-    if status != 0:
-        raise _failure(name, status, log)
-    return log.read_text(errors="replace")
 
 
 def settle(out: Path, settings: dict, is_fresh: bool) -> None:
@@ -72,19 +56,6 @@ def settle(out: Path, settings: dict, is_fresh: bool) -> None:
         raise UserError(
             f"{out} was made with another {', '.join(names)} (see {path}): choose another folder with --out"
         )
-
-
-def make_data(text: Path, pieces: Path, data: Path, vocab_size: int, logs: Path) -> bool:
-    """Make a SentencePiece vocabulary and fairseq's binary files; return False if they were there."""
-    if (data / MANIFEST).is_file():
-        return False
-    step = [sys.executable, "-m", "smlp", "data"]
-    learn = [*step, "tokenizer", "--in", str(text / "train.txt"), "--documents", "line", "--out", str(pieces)]
-    learn += ["--vocab-size", str(vocab_size), "--pad-multiple", "8"]
-    run_tool("vocabulary", [*learn, "--restart"], logs / "vocabulary.log")
-    encode = [*step, "binarize", "--format", "lines", "--in", str(text), "--tokenizer", str(pieces)]
-    run_tool("binarize", [*encode, "--out", str(data), "--restart"], logs / "binarize.log")
-    return True
 
 
 def train(
@@ -114,7 +85,7 @@ def train(
     with log.open("w") as output:
         status = _watch(command, TrainingDisplay(name, num_updates), output)
     if status != 0:
-        raise _failure(f"train {name}", status, log)
+        raise failed_step(f"train {name}", status, log)
     (run / "done").touch()
     return True
 
@@ -149,7 +120,7 @@ def eval_lm(name: str, data: Path, run: Path, log: Path) -> Evaluation:
     command = [executable("fairseq-eval-lm"), str(data), "--user-dir", "smlp", "--gen-subset", "valid"]
     command += ["--path", str(run / "checkpoint_best.pt"), "--batch-size", "32"]
     command += ["--tokens-per-sample", str(TOKENS_PER_SAMPLE)]
-    text = run_tool(f"eval {name}", command, log)
+    text = run_logged(f"eval {name}", command, log, ROOT)
     bits = re.search(r"Loss \(base 2\): ([\d.]+)", text)
     tokens = re.search(r"Evaluated ([\d,]+) tokens", text)
     if not bits or not tokens:

@@ -25,6 +25,11 @@ def one_line(error: Exception | str) -> str:
     return _LIST_ITEM.join("".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line) for line in lines)
 
 
+def last_line(output: str) -> str:
+    """Return the last line of a program's output that is not blank: mostly the reason why it failed."""
+    return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")
+
+
 def out_of_memory(error: BaseException) -> str | None:
     """Return the message for an error that means that memory ran out; None for any other error."""
     # torch has no exception class of its own for this on CPUs

@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT), str(FOLDER)]
 import checks  # noqa: E402
 import torch  # noqa: E402
 
+from smlp.errors import last_line  # noqa: E402
 from smlp.launch.environment import environment  # noqa: E402
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -139,8 +140,7 @@ def _run(step: Step, out: Path, seconds: float) -> dict[str, object]:
                 process.kill()
                 status = process.wait()
             late = f"not done after {seconds:.0f} s; "
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    last = lines[-1][:300] if lines else "no output"
+    last = last_line(log.read_text(errors="replace"))[:300]
     took = round(time.monotonic() - start, 1)
     if step.goes_on is not None and status == step.goes_on:
         return {"status": TIME_IS_UP, "seconds": took, "message": last}

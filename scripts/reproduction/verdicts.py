@@ -131,7 +131,7 @@ def _speed(results: Results, one: Model, other: Model) -> Measured:
     timed = log_ratios(*rounds)
     if timed is not None:
         source = f"speed.json: seconds_per_update of {one.name} and {other.name}, each round's ratio; over rounds"
-        return timed, percent_cell(timed, source, is_by_round=True)
+        return timed, percent_cell(timed, source, kind="round")
     logged = [logged_tokens_per_second(results, model) for model in (one, other)]
     logs = log_ratios(*(found.samples for found in logged)) if all(logged) else None
     return by_seed(logs, results, (one, other), TIMES_FILE, TIMES_FIELD)
@@ -180,8 +180,8 @@ class Claim:
             return NOT_MEASURED
         verdict = AGREES if (self.logs.mean < 0) == self.statement.is_lower else DIFFERS
         if self.logs.half is None:
-            return f"{OPEN} ({verdict} with one {'round' if self.cell.is_by_round else 'seed'})"
-        remarks = [_TIMER] if self.cell.is_by_round else []
+            return f"{OPEN} ({verdict} with one {self.cell.kind})"
+        remarks = [_TIMER] if self.cell.kind == "round" else []
         if self.logs.low <= 0 <= self.logs.high:
             verdict, remarks = OPEN, ["interval holds 0", *remarks]
         return f"{verdict} ({'; '.join(remarks)})" if remarks else verdict
@@ -263,7 +263,7 @@ def _notes(found: list[Claim], shared: bool) -> list[str]:
         "Perplexities are compared on the positions that every model here predicts, seed with seed. One interval in "
         "twenty misses the truth by chance."
     ]
-    if any(claim.cell.is_by_round for claim in found):
+    if any(claim.cell.kind == "round" for claim in found):
         notes.append(
             "Words per second are those of speed.json, paired by round of its timer: their interval is the timer's "
             "noise alone, in one process, and says nothing of other seeds, days or machines."

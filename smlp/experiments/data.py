@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from smlp.evaluation.report import decoded_sizes
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.spec import Experiment, TextSource
-from smlp.launch.local import this_program
+from smlp.launch.local import run_logged, this_program
 from smlp.text.binarized import num_tokens, read_fairseq_tokens
 from smlp.text.tokenizer import Tokenizer, Vocabulary, load_tokenizer
 from smlp.text.tokenizer_files import DICTIONARY, find_tokenizer
@@ -124,30 +123,32 @@ def _check_same_text(text: TextSource, folder: Folder) -> None:
 def _make(text: TextSource, folder: Path) -> None:
     """Make text, vocabulary and binary files; each step has a log of its own."""
     logs = folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
     splits, pieces = folder / "text", folder / "pieces"
     if not (splits / _MANIFEST).is_file():
         check_text(text)
         module = ["data_prep.python_docs"] if text.source else ["data_prep.text_files", "--text", *map(str, text.files)]
-        _step("text", [sys.executable, "-m", module[0], "--out", str(splits), *module[1:]], logs)
-    step = [*this_program(), "data"]
-    learn = ["tokenizer", "--in", str(splits / "train.txt"), "--documents", "line", "--out", str(pieces)]
-    _step("vocabulary", [*step, *learn, "--vocab-size", str(text.vocab_size), "--pad-multiple", "8", "--restart"], logs)
+        print("data: text", flush=True)
+        make = [sys.executable, "-m", module[0], "--out", str(splits), *module[1:]]
+        run_logged("text", make, logs / "text.log")
+    print("data: vocabulary and binary files", flush=True)
+    encode_splits(splits, pieces, folder / "data", text.vocab_size, logs)
     vocabulary = read_json(pieces / _MANIFEST, {"vocabulary": {"pieces": int}})["vocabulary"]
     if vocabulary["pieces"] < text.vocab_size - 3:  # <unk>, <s> and </s>, which are no pieces of text
         print(f"data: the text is too small for {text.vocab_size:,} pieces: there are {vocabulary['pieces']:,}")
+
+
+def encode_splits(splits: Path, pieces: Path, data: Path, vocab_size: int, logs: Path) -> None:
+    """Learn a SentencePiece vocabulary from train.txt, and make fairseq's binary files of all splits.
+
+    Raises:
+        UserError: a step failed.
+    """
+    step = [*this_program(), "data"]
+    learn = ["tokenizer", "--in", str(splits / "train.txt"), "--documents", "line", "--out", str(pieces)]
+    learn += ["--vocab-size", str(vocab_size), "--pad-multiple", "8", "--restart"]
+    run_logged("vocabulary", [*step, *learn], logs / "vocabulary.log")
     encode = ["binarize", "--format", "lines", "--in", str(splits), "--tokenizer", str(pieces)]
-    _step("binarize", [*step, *encode, "--out", str(folder / "data"), "--restart"], logs)
-
-
-def _step(name: str, command: list[str], logs: Path) -> None:
-    log = logs / f"{name}.log"
-    print(f"data: {name}", flush=True)
-    with log.open("w") as output:
-        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
-    if status != 0:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        raise UserError(f"data: {name} failed with status {status}, see {log} ({lines[-1] if lines else 'no output'})")
+    run_logged("binarize", [*step, *encode, "--out", str(data), "--restart"], logs / "binarize.log")
 
 
 def describe(data: str, subsets: tuple[str, ...]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.flow.streams import sha256_of
-from smlp.errors import UserError
+from smlp.errors import UserError, last_line
 from smlp.evaluation.zeroshot.readers import READERS
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder
 from smlp.experiments.json_files import SCORES, read_json
@@ -127,7 +127,7 @@ class TrainingChain(Chain):
             changes["state"] = STOPPED
         self.folder.update_state(**changes)
         if "state" not in changes and (result.status != 0 or changes.get("trained") is False):
-            last = _last_line(self.folder.output.read_text(errors="replace"))
+            last = last_line(self.folder.output.read_text(errors="replace"))
             self.fail(result.step.name, f"failed with status {result.status}: {last}")
 
     def missing(self) -> str | None:
@@ -343,7 +343,3 @@ class _Timing(Chain):
     def ended(self, result: Ended) -> None:
         if result.status != 0 and not result.is_stopping:
             print(f"smlp: warning: no speed.json: status {result.status}, see {result.step.output}", flush=True)
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")

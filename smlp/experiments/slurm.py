@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from smlp.errors import UserError
+from smlp.errors import UserError, last_line
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.plan import PlannedRun, training_words
@@ -152,8 +152,7 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"cannot submit: {error}") from None
     if done.returncode != 0:
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise UserError(f"cannot submit: {(lines or ['no reason given'])[-1].removeprefix('smlp: error: ')}")
+        raise UserError(f"cannot submit: {last_line(done.stderr or done.stdout).removeprefix('smlp: error: ')}")
     return done.stdout
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, TextIO
 
-from smlp.errors import UserError
+from smlp.errors import UserError, last_line
 from smlp.launch.machine import memory_bytes, num_cores
 from smlp.launch.stop_signals import EXIT_STOPPED, SIGNALS, heard
 
@@ -326,3 +326,23 @@ def this_module(name: str) -> list[str]:
     """Return ``python -m NAME``, as :func:`this_program` does."""
     by_module = getattr(sys.modules["__main__"], "__spec__", None) is not None
     return [sys.executable, *([] if by_module else ["-P"]), "-m", name]
+
+
+def run_logged(name: str, command: Sequence[str], log: Path, folder: Path | None = None) -> str:
+    """Run the command of a step in a folder with its output in a file, and return the output.
+
+    Raises:
+        UserError: it failed; the message names the step, the file and the output's last line.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        done = subprocess.run(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, check=False)
+    if done.returncode != 0:
+        raise failed_step(name, done.returncode, log)
+    return log.read_text(errors="replace")
+
+
+def failed_step(name: str, status: int, log: Path) -> UserError:
+    """Return the error of a step whose output is in a file."""
+    last = last_line(log.read_text(errors="replace"))
+    return UserError(f"step '{name}' failed with status {status}, see {log} (last line: {last})")

@@ -124,7 +124,7 @@ def by_seed(
     return logs, percent_cell(logs, origin(runs, file, field))
 
 
-def percent_cell(logs: Estimate, source: str, is_by_round: bool = False) -> Cell:
+def percent_cell(logs: Estimate, source: str, kind: str = "seed") -> Cell:
     """Return the cell of differences of logarithms, by seed or by round of a timer, in per cent with its interval."""
 
     def percent(value: float) -> float:
@@ -136,7 +136,7 @@ def percent_cell(logs: Estimate, source: str, is_by_round: bool = False) -> Cell
         low, high = percent(logs.low), percent(logs.high)
         shown += f" [{low:+.1f}, {high:+.1f}]"
     samples = {name: percent(value) for name, value in logs.samples.items()}
-    return Cell(percent(logs.mean), shown, source, low, high, samples, is_by_round)
+    return Cell(percent(logs.mean), shown, source, low, high, samples, kind)
 
 
 def quality_table(results: Results, subset: str, compared_with: Sequence[Model]) -> Table:

@@ -106,13 +106,8 @@ class Cell:
     high: float | None = None
     #: what mean and interval are computed over
     samples: Mapping[int, float] | None = None
-    #: whether the samples are rounds of a timer instead of seeds
-    is_by_round: bool = False
-
-    @property
-    def kind(self) -> str:
-        """Return what a sample is: ``seed`` or ``round``."""
-        return "round" if self.is_by_round else "seed"
+    #: what a sample is: ``seed`` or ``round`` (of a timer)
+    kind: str = "seed"
 
     def as_json(self) -> dict[str, Any]:
         record = {"low": self.low, "high": self.high, f"by_{self.kind}": self.samples}
