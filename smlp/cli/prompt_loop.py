@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import sys
 
-from smlp.errors import UserError
+from smlp.errors import UserError, one_line
 from smlp.inference.generation import Sampling, Text, TextWriter
 
 HELP = """Type a line: the model continues the text so far, your line last. An empty line lets it go on.
@@ -37,6 +38,8 @@ class PromptLoop:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  enables arrow keys and history
             print("/help shows what can be typed here.")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # else a bad byte takes the lines around it with it
         while True:
             try:
                 line = input("> ").strip()
@@ -46,9 +49,6 @@ class PromptLoop:
             except KeyboardInterrupt:
                 print()
                 continue
-            except UnicodeDecodeError as error:
-                print(f"(this line is not UTF-8 text: byte {error.start})")
-                continue
             if line == "/quit":
                 return 0
             try:
@@ -57,7 +57,7 @@ class PromptLoop:
                 else:
                     self._answer(line)
             except UserError as error:
-                print(f"({error})")
+                print(f"({one_line(error)})")
 
     def _obey(self, line: str) -> None:
         command, *words = line.split(maxsplit=2)
@@ -120,7 +120,7 @@ class PromptLoop:
             print(" (stopped)", end="")
         print()
         # a stop string is neither shown nor part of the text
-        answer = writer.tokenizer.encode(shown) if written.finish == "stop" else written.tokens
+        answer = writer.tokenizer.encode_lines(shown) if written.finish == "stop" else written.tokens
         self._tokens = tokens + answer
 
     def _fitted(self, tokens: list[int]) -> list[int]:

@@ -13,6 +13,7 @@ from tiny_checkpoints import WORDS, write_checkpoint
 import smlp
 from smlp.cli import prompt_loop
 from smlp.cli.main import main
+from smlp.inference.generation import Text, TextWriter
 from smlp.text.tokenizer import Vocabulary
 
 
@@ -278,6 +279,27 @@ def test_a_stop_string_is_no_part_of_the_text_so_far(path, lm, monkeypatch, caps
     said = talk(path, ["the s1", ""], *options, monkeypatch=monkeypatch, capsys=capsys)
     assert said[0].split() == words[: words.index(stop)]
     assert said[1] == "\n", "it comes to the same word again"
+
+
+def test_line_ends_before_a_stop_string_stay_in_the_text_so_far(path, lm, monkeypatch, capsys):
+    contexts = []
+
+    def follow(self, prompts):
+        contexts.extend(prompts)
+        yield Text(0, finish="stop"), "the s1\na o2"
+
+    monkeypatch.setattr(TextWriter, "follow", follow)
+    talk(path, ["the", ""], "--stop", "and", "--max-tokens", "2", monkeypatch=monkeypatch, capsys=capsys)
+    assert contexts[1] == [*contexts[0], *lm.tokenize("the s1"), Vocabulary.eos, *lm.tokenize("a o2")]
+
+
+def test_a_line_that_is_no_utf_8_is_refused_alone(path, monkeypatch, capsys):
+    typed = b"/set\nthe \xff s1\n/d\xffance\n/reset\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8", errors="strict"))
+    assert main(["generate", "--path", path, "--interactive"]) == 0
+    said = capsys.readouterr().out.split("> ")[1:]
+    assert "temperature" in said[0] and "U+DCFF, at character 4" in said[1]
+    assert "no command /d\\udcffance" in said[2] and "forgotten" in said[3]
 
 
 def test_draws_differ_from_answer_to_answer(path, monkeypatch, capsys):
