@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -30,10 +29,11 @@ from data_prep.flow.options import (
     tokenizer_files,
     tokenizer_setting,
 )
-from data_prep.flow.parts import FilePart, find_files, left_out, plan_parts
+from data_prep.flow.parts import FilePart, files_in, find_files, plan_parts, report_left_out
 from data_prep.flow.running import Finished, Report, StepRun, begin, run_parts
 from data_prep.flow.streams import suffix_of, write_bytes
 from smlp.cli.numbers import whole
+from smlp.cli.options import refuse_unused
 from smlp.errors import UserError
 
 PART_BYTES = 32 << 20
@@ -83,6 +83,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Encode, merge, write the manifest; return the exit status."""
+    groups = ((f"--format {DOCUMENTS}", args.format == DOCUMENTS, ["text_field", "documents"]),)
+    refuse_unused(args, add_options, "{option} would not be used: it is for {companion}", groups)
     if ":" in str(args.out):
         raise UserError(f"--out {args.out} has a colon, at which fairseq-train would divide it: name another folder")
     splits = parts_of_splits(args)
@@ -124,10 +126,9 @@ def parts_of_splits(args: argparse.Namespace) -> dict[str, list[FilePart]]:
             all_lines=args.format != DOCUMENTS,
         )
         splits[split] = [replace(part, name=f"{split}--{part.name}") for part in parts]
-    if args.sample is not None:
-        read = {part.path for parts in splits.values() for part in parts}
-        for line in left_out([args.sample], suffixes, read):
-            print(line, file=sys.stderr)
+    read = {part.path for parts in splits.values() for part in parts}
+    named = [place for split in SPLITS for place in getattr(args, split) or ()]
+    report_left_out(named if args.sample is None else [args.sample], suffixes, read)
     return splits
 
 
@@ -147,11 +148,7 @@ def _inputs_of_splits(args: argparse.Namespace, suffixes: tuple[str, ...]) -> di
 
 def _of_split(sample: Path, split: str, suffixes: tuple[str, ...]) -> list[Path]:
     """Return a folder that has the split's name and holds files, or else the files of that name."""
-    if (sample / split).is_dir():
-        try:
-            find_files([sample / split], suffixes)
-        except UserError:
-            return []
+    if (sample / split).is_dir() and files_in(sample / split, suffixes):
         return [sample / split]
     return sorted(
         path

@@ -24,6 +24,8 @@ REPEATED_NGRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}  # all
 NGRAM_MIN_WORDS = 50  # Gopher drops shorter documents, in which even a single repeated pair of words has a large share
 _HASH_FACTOR = np.int64(0x5851F42D4C957F2D)
 
+_MOST_OF_A_WORD = 50  # characters that may be left out to end with a whole word
+
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _PUNCTUATION = ".,;:!?'\"()-"
 _TYPOGRAPHIC = frozenset("‘’“”–—…«»‚„¿¡")
@@ -103,7 +105,8 @@ class Measures:
 
 
 def share_repeated(lines: list[str]) -> float:
-    """Return the share of the lines that occurred earlier."""
+    """Return the share of the lines that occurred earlier; empty ones do not count."""
+    lines = [line for line in lines if line]
     return 1 - len(set(lines)) / len(lines) if lines else 0.0
 
 
@@ -159,7 +162,7 @@ def _repeated_characters(keys: np.ndarray, lengths: np.ndarray, n: int) -> int:
 def word_length(document: Measures) -> float:
     """Return the mean length of the words of a document, in characters."""
     number = max(len(document.words), 1)
-    return (len(document.text) - (number - 1)) / number  # a space or a line break between words
+    return sum(map(len, document.words)) / number
 
 
 # Rules for documents, in the order in which they are applied; the language comes last because it costs most.
@@ -204,7 +207,9 @@ def is_in(text: str, language: str, min_probability: float) -> bool:
 
 
 def excerpt(text: str, num_characters: int) -> str:
-    """Return the beginning of a text, up to the end of a word."""
+    """Return the beginning of a text, up to the end of a word if one ends near."""
     if len(text) <= num_characters:
         return text
-    return text[:num_characters].rpartition(" ")[0] or text[:num_characters]
+    beginning = text[:num_characters]
+    end = beginning.rfind(" ", max(num_characters - _MOST_OF_A_WORD, 0))
+    return beginning[:end] if end > 0 else beginning  # some languages put no spaces between words

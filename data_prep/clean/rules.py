@@ -261,7 +261,7 @@ def navigation(lines: Sequence[str], min_lines: int) -> list[str]:
 
 
 def _is_menu_item(text: str) -> bool:
-    return len(text) < 60 and not text.endswith(_SENTENCE_END) and len(text.split(None, 3)) <= MENU_ITEM_WORDS
+    return 0 < len(text) < 60 and not text.endswith(_SENTENCE_END) and len(text.split(None, 3)) <= MENU_ITEM_WORDS
 
 
 def _is_menu_line(line: str) -> bool:

@@ -32,7 +32,7 @@ from data_prep.flow.options import (
     reading_of,
     run_of,
 )
-from data_prep.flow.parts import FilePart, find_files, plan_parts, unique_name
+from data_prep.flow.parts import FilePart, find_files, plan_parts, report_left_out, unique_name
 from data_prep.flow.running import STATE, Finished, Report, StepRun, aligned, begin, forget, run_parts
 from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
 from data_prep.flow.streams import write_bytes, write_stream
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             args.decontaminate,
             ["decontaminate_action", "decontaminate_splits", "decontaminate_ngram"],
         ),
-        ("near duplicates, and --no-near is given", args.near, ["threshold", "num_perm", "ngram"]),
+        ("near duplicates, and --no-near is given", args.near, ["threshold", "num_perm", "ngram", "seed"]),
     )
     refuse_unused(args, add_options, "{option} would not be used: it is for {companion}", groups)
     reading, run = reading_of(args), run_of(args)
@@ -148,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> tuple[list[FilePart], list[FilePart]]:
     """Return the held-out parts and the parts of the inputs; no file is in both, and all names differ."""
     find_files([*args.held_out, *args.inputs], FORMATS)  # fails if a file is named twice
+    report_left_out([*args.held_out, *args.inputs], FORMATS)
     cut = args.documents != "file"
     held_out, inputs = (
         plan_parts(find_files(paths, FORMATS), args.part_bytes, cut_text=cut) for paths in (args.held_out, args.inputs)

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download, from_json
 from data_prep.fetch.source import Listing, Source
-from data_prep.flow.streams import DamagedFile, open_stream, read_json, write_bytes
+from data_prep.flow.streams import COMPRESSIONS, DamagedFile, open_stream, read_json, suffix_of, write_bytes
 from smlp.errors import UserError
 
 KEPT = "listing.json"
@@ -28,7 +28,9 @@ def kept_files(source: Source, options: dict[str, str], folder: Path) -> list[Re
     if row is None or row.get("definition") != source.definition or row.get("options") != options:
         return None
     try:
-        return [from_json(file) for file in row["files"]]
+        files = [from_json(file) for file in row["files"]]
+        # earlier versions kept names without formats
+        return [replace(file, name=named_by_format(file.name, source.format)) for file in files]
     except (KeyError, TypeError):  # damaged: request it again
         return None
 
@@ -51,7 +53,7 @@ def list_files(source: Source, options: dict[str, str], folder: Path, patience: 
         files = _listed(source.listing, options, folder, patience)
     if not files:
         raise UserError(f"source {source.name}: its list names no file")
-    files = _named(files)
+    files = _named(files, source.format)
     row = {"definition": source.definition, "options": options, "files": [asdict(file) for file in files]}
     write_bytes(folder / KEPT, json.dumps(row, indent=1).encode())
     return files
@@ -170,9 +172,17 @@ def _base_name(url: str) -> str:
     return name or "index"
 
 
-def _named(files: list[RemoteFile]) -> list[RemoteFile]:
-    """Name files by the last part of the URL, numbered where two are the same."""
-    names = [_base_name(file.url) for file in files]
+def named_by_format(file_name: str, form: str) -> str:
+    """Return the name under which a file of documents is stored: its suffix must say what it is."""
+    if form not in ("jsonl", "txt", "parquet") or suffix_of(Path(file_name)) == f".{form}":
+        return file_name
+    path = Path(file_name)
+    return f"{path.stem}.{form}{path.suffix}" if path.suffix in COMPRESSIONS else f"{file_name}.{form}"
+
+
+def _named(files: list[RemoteFile], form: str) -> list[RemoteFile]:
+    """Name files by the last part of the URL and their format, numbered where two are the same."""
+    names = [named_by_format(_base_name(file.url), form) for file in files]
     taken, copies, named = set(names), Counter[str](), []
     for file, base in zip(files, names, strict=True):
         copies[base] += 1

@@ -23,10 +23,9 @@ from data_prep.fetch.wanted import Wanted
 from data_prep.flow.documents import FORMATS, Defect, Loss, Record, check_format, read
 from data_prep.flow.manifest import Counts, PartResult, output_paths, write_manifest
 from data_prep.flow.options import COMPRESSIONS
-from data_prep.flow.parts import PART_BYTES, FilePart, find_files, left_out, plan_parts, unique_name
-from data_prep.flow.running import STATE, Finished, begin, is_done, run_parts
-from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
-from data_prep.flow.streams import read_json, sha256_of, suffix_of, write_bytes, write_stream
+from data_prep.flow.parts import PART_BYTES, FilePart, find_files, plan_parts, report_left_out, unique_name
+from data_prep.flow.running import STATE, Finished, begin, forget, is_done, run_parts
+from data_prep.flow.streams import read_json, sha256_of, write_bytes, write_stream
 from data_prep.flow.workers import PartFailed
 from smlp.files import plain_name
 
@@ -55,8 +54,7 @@ def fetch(wanted: Wanted) -> Outcome:
     local = [] if source.from_web or source.hub else find_files(source.paths, FORMATS)[: wanted.limit_files]
     for _, path in local:
         check_format(path)
-    for line in left_out(source.paths, FORMATS):
-        print(line, file=sys.stderr)
+    report_left_out(source.paths, FORMATS)
     begin(run, "fetch", wanted.settings, wanted.restart)
     if wanted.restart:
         for name in (KEPT, _SHARDS):
@@ -64,7 +62,6 @@ def fetch(wanted: Wanted) -> Outcome:
     files: list[RemoteFile] = []
     if source.from_web:
         files = list_files(source, wanted.options, wanted.raw, wanted.patience)[: wanted.limit_files]
-        files = [replace(file, name=named_by_format(file.name, source.format)) for file in files]
         parts = _requested(wanted, [(file.name, asdict(file), file.num_bytes) for file in files])
     elif source.hub:
         parts = _requested(wanted, [(name, row, None) for name, row in _shards(wanted)][: wanted.limit_files])
@@ -143,14 +140,6 @@ def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int
 def part_name(name: str) -> str:
     """Return a file's name without its format, for the files that are made of it."""
     return _FORMATS.sub("", _FORMATS.sub("", name)).replace(".", "-") or "documents"
-
-
-def named_by_format(file_name: str, form: str) -> str:
-    """Return the name under which a file of documents is stored: its suffix must say what it is."""
-    if form not in ("jsonl", "txt", "parquet") or suffix_of(Path(file_name)) == f".{form}":
-        return file_name
-    path = Path(file_name)
-    return f"{path.stem}.{form}{path.suffix}" if path.suffix in COMPRESSED else f"{file_name}.{form}"
 
 
 def convert(part: FilePart, out: Path, wanted: Wanted) -> PartResult:
@@ -260,3 +249,5 @@ class Writer:
         if row["key"] == self._key and all(path.is_file() and path.stat().st_size == size for path, size in paths):
             self._counts, self._read = Counts.from_json(row["counts"]), row["read"]
             self._outputs, self._defects = row["outputs"], row["defects"]
+        else:
+            forget(self._out, [self._record], set())

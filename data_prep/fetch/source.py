@@ -208,7 +208,10 @@ def _remote(row: dict[str, Any]) -> RemoteFile:
         raise _Wrong(f"unknown field 'files.{min(unknown)}'; there are {', '.join(sorted(known))}")
     if not isinstance(row.get("url"), str):
         raise _Wrong("each of 'files' must have a 'url'")
-    if not isinstance(row.get("bytes", 0), int):
+    for name in row.keys() & {*ALGORITHMS}:
+        if not isinstance(row[name], str):
+            raise _Wrong(f"'files.{name}' must be a string, not {row[name]!r}")
+    if type(row.get("bytes", 0)) is not int:
         raise _Wrong(f"'files.bytes' must be a whole number, not {row['bytes']!r}")
     digests = [(algorithm, row[algorithm]) for algorithm in ALGORITHMS if algorithm in row]
     return RemoteFile(row["url"], "", row.get("bytes"), digests[0] if digests else None)

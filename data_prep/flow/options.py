@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FORMATS, ReadSettings
 from data_prep.flow.manifest import MANIFEST, read_manifest
-from data_prep.flow.parts import PART_BYTES, FilePart, find_files, left_out, plan_parts
+from data_prep.flow.parts import PART_BYTES, FilePart, find_files, plan_parts, report_left_out
 from data_prep.flow.running import StepRun
 from data_prep.flow.streams import sha256_of
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
@@ -161,8 +160,7 @@ def reading_of(args: argparse.Namespace) -> ReadSettings:
 def parts_of(args: argparse.Namespace) -> list[FilePart]:
     """Return the parts of ``--in``."""
     found = find_files(args.inputs, FORMATS)
-    for line in left_out(args.inputs, FORMATS):
-        print(line, file=sys.stderr)
+    report_left_out(args.inputs, FORMATS)
     return plan_parts(found, args.part_bytes, cut_text=args.documents != "file")
 
 

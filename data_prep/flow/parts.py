@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
         if place.is_file():
             files = [place]
         elif place.is_dir():
-            files = [path for path in _walk(place)[0] if _is_wanted(path, suffixes)]
+            files = files_in(place, suffixes)
             if not files:
                 kinds = ", ".join(suffixes)
                 raise UserError(f"{place} holds no file that ends in {kinds} (plain or {', '.join(COMPRESSIONS)})")
@@ -93,25 +94,33 @@ def _unfinished(files: Iterable[Path]) -> list[tuple[Path, str]]:
     return found
 
 
-def left_out(inputs: Sequence[Path], suffixes: Iterable[str], read: Iterable[Path] | None = None) -> list[str]:
-    """Return a line for each folder with files that are not read, except for those that a step itself writes.
+def report_left_out(inputs: Sequence[Path], suffixes: Iterable[str], read: Iterable[Path] | None = None) -> None:
+    """Print a line for each folder with files that are not read, except for those that a step itself writes.
 
     ``read`` are those that are, by default all with these suffixes.
     """
-    lines = []
     for place in inputs:
         if not place.is_dir():
             continue
         files, hidden = _walk(place)
-        lines += [f"{folder} is not finished: some of its files are missing" for folder, _ in _unfinished(files)]
+        for folder, _ in _unfinished(files):
+            print(f"{folder} is not finished: some of its files are missing", file=sys.stderr)
         known = set(read) if read is not None else {path for path in files if _is_wanted(path, tuple(suffixes))}
         others = [path for path in files if path not in known and path.name != MANIFEST]
         others += [path for path in hidden if _is_wanted(path, tuple(suffixes))]
         if others:
             shown = ", ".join(str(path.relative_to(place)) for path in others[:_SHOWN])
             more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-            lines.append(f"not read in {place}: {shown}{more}")
-    return lines
+            print(f"not read in {place}: {shown}{more}", file=sys.stderr)
+
+
+def files_in(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the files below a folder that :func:`find_files` finds there; it may have none.
+
+    Raises:
+        UserError: a folder may not be read.
+    """
+    return [path for path in _walk(folder)[0] if _is_wanted(path, suffixes)]
 
 
 def _walk(place: Path) -> tuple[list[Path], list[Path]]:

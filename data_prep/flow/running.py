@@ -250,20 +250,22 @@ def _lock(run: StepRun) -> Iterator[None]:
 
 
 def _do_part(part: FilePart, out: Path, phase: str, work: PartWork, key: str) -> None:
-    before = part.path.stat()
+    before, record = part.path.stat(), out / STATE / phase / f"{part.name}.json"
+    checksum = sha256_of(part.path, part.start, part.stop)  # first, so that records follow outputs closely
     result = work(part, out)
     result.counts.check()
     after = part.path.stat()
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise UserError(f"{part.path} changed while it was read")
     row = {
-        "input": {**_identity(part), "sha256": sha256_of(part.path, part.start, part.stop)},
+        "input": {**_identity(part), "sha256": checksum},
         "mtime_ns": after.st_mtime_ns,
         "depends": key,
         **asdict(result),
         "counts": result.counts.to_json(),
     }
-    write_bytes(out / STATE / phase / f"{part.name}.json", as_json(row))
+    forget(out, [record], {output["name"] for output in result.outputs})  # it may have had more
+    write_bytes(record, as_json(row))
 
 
 def _identity(part: FilePart) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -19,9 +19,9 @@ from data_prep.flow.streams import WrittenFile, write_stream
 from data_prep.sample.survey import Measure, Survey, hashes, place_of
 from smlp.errors import UserError
 
-_BINS = 1 << 16
+_BITS_OF_SUMS = 22  # 32 MB
 _END = 1 << 64
-Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]]  # keys, sizes, places
+Blocks = Callable[[], Iterator[tuple[np.ndarray, ...]]]  # keys, sizes, places, groups: (n,) each
 
 
 @dataclass(frozen=True)
@@ -34,28 +34,38 @@ class Cut:
     left: int  # rest of the budget, for the document at the cut
 
 
-def find_cut(blocks: Blocks, budget: int) -> Cut:
-    """Return the cut below which documents, in the order of their keys, add up to at most ``budget``; read them twice.
+_NOTHING = Cut(0, 0, 0, 0)
 
-    Memory holds ``_BINS`` numbers and the documents in one bin of keys.
+
+def find_cuts(blocks: Blocks, budgets: Sequence[int]) -> list[Cut]:
+    """Return the cut of each group below which its documents, by their keys, add up to its budget at most.
+
+    The documents are read twice. Memory holds a sum for each group and bin of keys, ``2**_BITS_OF_SUMS`` at most, and
+    the documents in one bin of each group.
     """
-    sums = np.zeros(_BINS, dtype=np.int64)
-    for keys, sizes, _ in blocks():
-        np.add.at(sums, (keys >> np.uint64(48)).astype(np.int64), sizes.astype(np.int64))
-    cumulative = np.cumsum(sums)
-    if cumulative[-1] <= budget:
-        return Cut(_END, 0, int(cumulative[-1]), budget - int(cumulative[-1]))
-    fatal = int(np.searchsorted(cumulative, budget, side="right"))
-    taken = int(cumulative[fatal]) - int(sums[fatal])
-    found: list[tuple[int, int, int]] = []
-    for keys, sizes, places in blocks():
-        inside = (keys >> np.uint64(48)) == fatal
-        found += zip(keys[inside].tolist(), places[inside].tolist(), sizes[inside].tolist(), strict=True)
-    for key, place, size in sorted(found):
-        if taken + size > budget:
-            return Cut(key, place, taken, budget - taken)
-        taken += size
-    raise AssertionError("the bin holds the document that goes over the budget")
+    bits = min(16, _BITS_OF_SUMS - (len(budgets) - 1).bit_length())
+    shift = np.uint64(64 - bits)
+    sums = np.zeros((len(budgets), 1 << bits), dtype=np.int64)
+    for keys, sizes, _, groups in blocks():
+        np.add.at(sums, (groups, (keys >> shift).astype(np.int64)), sizes.astype(np.int64))
+    cumulative = sums.cumsum(axis=1)
+    fatal = (cumulative <= np.array(budgets)[:, None]).sum(axis=1)  # the bin that goes over the budget, if one does
+    found: list[list[tuple[int, int, int]]] = [[] for _ in budgets]
+    for keys, sizes, places, groups in blocks():
+        inside = (keys >> shift).astype(np.int64) == fatal[groups]
+        columns = (column[inside].tolist() for column in (groups, keys, places, sizes))
+        for group, *document in zip(*columns, strict=True):
+            found[group].append(document)
+    cuts = []
+    for group, budget in enumerate(budgets):
+        taken, end = int(cumulative[group, fatal[group] - 1]) if fatal[group] else 0, (_END, 0)
+        for key, place, size in sorted(found[group]):
+            if taken + size > budget:
+                end = (key, place)
+                break
+            taken += size
+        cuts.append(Cut(*end, taken, budget - taken))
+    return cuts
 
 
 @dataclass(frozen=True)
@@ -130,18 +140,19 @@ def make_plan(
     if number == 0:
         raise UserError(f"--fraction {fraction} leaves no documents")
 
-    def by_split() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        return ((rows["split"], np.ones(len(rows), np.int64), places) for rows, places, _ in in_fraction())
+    def by_split() -> Iterator[tuple[np.ndarray, ...]]:
+        for rows, places, _ in in_fraction():
+            yield rows["split"], np.ones(len(rows), np.int64), places, np.zeros(len(rows), np.int64)
 
     num_valid, num_test = (_held_out(number, share, name) for share, name in ((valid, "valid"), (test, "test")))
     if num_valid + num_test >= number:
         raise UserError(f"--valid {valid} and --test {test} leave nothing to train on of {number:,} documents")
     ends, below = [], 0
     for name, share, count in (("valid", valid, num_valid), ("test", test, num_test)):
-        split_end = find_cut(by_split, below + count).key
-        before = sum(int(np.count_nonzero(keys < np.uint64(split_end))) for keys, _, _ in by_split())
+        split_end = find_cuts(by_split, [below + count])[0].key
+        before = sum(int(np.count_nonzero(keys < np.uint64(split_end))) for keys, *_ in by_split())
         if count and before == below:
-            equal = sum(int(np.count_nonzero(keys == np.uint64(split_end))) for keys, _, _ in by_split())
+            equal = sum(int(np.count_nonzero(keys == np.uint64(split_end))) for keys, *_ in by_split())
             raise UserError(
                 f"--{name} {share} of {number:,} documents is {count:,}, but {equal:,} at its beginning have the same "
                 "text, and equal texts go to one split: run 'smlp data dedup' before, or give a larger share"
@@ -149,25 +160,23 @@ def make_plan(
         ends.append(split_end)
         below = before
 
-    def for_training() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def for_training() -> Iterator[tuple[np.ndarray, ...]]:
         for rows, places, sources in in_fraction():
-            held = rows["split"] < np.uint64(ends[1])
-            yield rows[~held], places[~held], sources[~held]
+            kept = rows["split"] >= np.uint64(ends[1])
+            yield rows["draw"][kept], rows["size"][kept], places[kept], sources[kept]
 
     available = np.zeros(len(survey.sources), dtype=np.int64)
-    for rows, _, sources in for_training():
-        np.add.at(available, sources, rows["size"].astype(np.int64))
+    for _, sizes, _, sources in for_training():
+        np.add.at(available, sources, sizes.astype(np.int64))
     amounts = dict(zip(survey.sources, available.tolist(), strict=True))
-    quotas = {}
-    for index, (source, wanted) in enumerate(_shares(amounts, budget, weights, repeat, unit).items()):
-
-        def of_source(index: int = index) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-            for rows, places, sources in for_training():
-                mine = sources == index
-                yield rows["draw"][mine], rows["size"][mine], places[mine]
-
-        passes = wanted // amounts[source] if amounts[source] else 0
-        quotas[source] = Quota(amounts[source], wanted, passes, find_cut(of_source, wanted - passes * amounts[source]))
+    wanted = _shares(amounts, budget, weights, repeat, unit)
+    passes = {source: wanted[source] // amount if amount else 0 for source, amount in amounts.items()}
+    rests = [wanted[source] - passes[source] * amount for source, amount in amounts.items()]
+    cuts = find_cuts(for_training, rests) if any(rests) else [_NOTHING] * len(rests)
+    quotas = {
+        source: Quota(amount, wanted[source], passes[source], cut if rest else _NOTHING)
+        for (source, amount), rest, cut in zip(amounts.items(), rests, cuts, strict=True)
+    }
     return Plan(end, *ends, quotas)
 
 
@@ -204,6 +213,12 @@ def _shares(
         )
     exact = {source: Fraction(str(weights[source])) for source in available}
     if budget is None:  # limited by the scarcest source, which is used up
+        for source, weight in exact.items():
+            if weight and not available[source]:
+                raise UserError(
+                    f"--weights wants {unit} of source {source}, of which nothing is left for training: without "
+                    "--budget, the scarcest source limits the others; set its weight to 0, or give a larger --fraction"
+                )
         scale = min(available[source] / weight for source, weight in exact.items() if weight)
         return {source: int(scale * weight) for source, weight in exact.items()}
     wanted = _divide(budget, exact)

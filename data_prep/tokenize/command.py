@@ -125,11 +125,16 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--byte-fallback is for SentencePiece: --kind gpt2 encodes bytes anyway")
 
 
+def _asked_for(args: argparse.Namespace) -> int | None:
+    """Return the number of pieces to learn, those that every model has included; None if nothing is learnt."""
+    if args.encoder_json:
+        return None
+    return args.vocab_size or (50257 if args.kind == GPT2 else 32000)
+
+
 def _maker(args: argparse.Namespace) -> Callable[[Iterator[str]], dict[str, bytes]]:
     """Return a function that makes the tokenizer's files, by name, of the sample's lines; check given files now."""
-    size = args.vocab_size
-    if size is None:
-        size = 50257 if args.kind == GPT2 else 32000
+    size = _asked_for(args)
     if args.encoder_json:
         files = given_byte_level(args.encoder_json, args.vocab_bpe)
         return lambda lines: files
@@ -179,7 +184,7 @@ def _write(
         "vocabulary": {
             "symbols": len(vocabulary),
             "special": list(SPECIAL_SYMBOLS),
-            "asked_for": args.vocab_size,
+            "asked_for": _asked_for(args),
             "pieces": len(symbols),
             "padding": len(padding),
             "never_seen": int((frequency_V[len(SPECIAL_SYMBOLS) :][: len(symbols)] == 0).sum()),
@@ -203,6 +208,7 @@ def _lines(manifest: dict[str, Any]) -> list[str]:
         f"round trip of {back['lines']:,} lines: {back['same']:,} come back as they were, "
         f"{back['with_unknown_pieces']:,} have unknown pieces, {back['changed_by_normalisation']:,} are changed",
     ]
-    if vocabulary["pieces"] < (vocabulary["asked_for"] or 0) - SPECIAL_PIECES:
+    special = 0 if manifest["settings"]["kind"] == GPT2 else SPECIAL_PIECES
+    if vocabulary["pieces"] < (vocabulary["asked_for"] or 0) - special:
         lines.append(f"the text is too small for {vocabulary['asked_for']:,} pieces")
     return lines + [f"  {change['was']!r} becomes {change['becomes']!r}" for change in back["examples"][:2]]

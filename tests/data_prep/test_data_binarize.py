@@ -389,9 +389,29 @@ def test_splits_that_are_not_there_or_hold_nothing_are_left_out_unless_they_are_
             binarize("--train", out / "train", f"--{split}", out / split, *common, tmp_path / "bad", "--restart") == 1
         )
         assert words in capsys.readouterr().err
+    for name in ("a", "b"):
+        (out / "valid" / f"{name}.jsonl").symlink_to(out / "test" / "a.jsonl")
+    assert binarize("--in", out, *common, tmp_path / "bad", "--restart") == 1
+    assert "are one file, which would be read twice" in capsys.readouterr().err
+    (out / "valid" / "b.jsonl").unlink()
+    (out / "manifest.json").unlink()
+    assert binarize("--in", out, *common, tmp_path / "bad", "--restart") == 1
+    assert f"{out} is not finished: run 'smlp data sample' again" in capsys.readouterr().err
     (out / "train").rename(out / "valid" / "train")
+    (out / "train").mkdir()
     assert binarize("--in", out, *common, tmp_path / "bad", "--restart") == 1
     assert "holds no folder or file train with text" in capsys.readouterr().err
+
+
+def test_an_empty_folder_hides_no_file_of_its_name(tokenizer, tmp_path, capsys):
+    write_jsonl(tmp_path / "in" / "train.jsonl", documents(3, 1))
+    (tmp_path / "in" / "train").mkdir()
+    (tmp_path / "in" / "notes.md").write_text("not read")
+    assert binarize("--in", tmp_path / "in", "--tokenizer", tokenizer, "--out", tmp_path / "one") == 0
+    assert manifest_of(tmp_path / "one")["counts"]["kept"] == len(documents(3, 1))
+    capsys.readouterr()
+    assert binarize("--train", tmp_path / "in", "--tokenizer", tokenizer, "--out", tmp_path / "two") == 0
+    assert f"not read in {tmp_path / 'in'}: notes.md" in capsys.readouterr().err
 
 
 def test_lines_go_to_shards_by_parts(tokenizer, tmp_path):

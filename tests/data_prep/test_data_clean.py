@@ -174,6 +174,13 @@ def test_lines_that_were_repeated_before_they_were_removed_count():
     assert clean(text, ANY, Counter())[1] == "many-repeated-lines"
 
 
+def test_empty_lines_and_indentation_that_stay_are_no_words_and_no_menu():
+    settings = replace(ANY, off=frozenset({"whitespace"}))
+    paragraphs = [f"{'':60}paragraph number {number} has words of its own" for number in range(6)]
+    text = "\n\n\n\n\n\n".join(paragraphs)
+    assert clean(text, settings, Counter()) == (text, "")
+
+
 def test_nothing_left():
     assert clean(" \n\u200b\n", ANY, Counter()) == ("", "empty")
     assert clean("All rights reserved.", ANY, Counter()) == ("", "empty")
@@ -222,6 +229,8 @@ def test_language():
     assert clean(GERMAN, replace(settings, language="de"), Counter())[1] == ""
     assert clean(GERMAN, replace(german, language="any"), Counter())[1] == ""
     assert excerpt("one two three", 9) == "one two" and excerpt("onetwothree", 5) == "onetw"
+    japanese = "第1章 " + "日本語の文章は単語の間に空白を置かない。" * 30
+    assert excerpt(japanese, 500) == japanese[:500], "a space near the beginning ends no word near the end"
 
 
 def random_text(draw):

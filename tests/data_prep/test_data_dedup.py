@@ -374,6 +374,13 @@ def test_a_corpus_may_be_called_like_a_report(tmp_path, tasks, capsys):
     assert second["counts"]["documents_in"] == second["counts"]["kept"] == 2
 
 
+def test_files_that_are_not_read_are_named(tmp_path, capsys):
+    write_jsonl(tmp_path / "in" / "a.jsonl", [{"text": "x"}])
+    (tmp_path / "in" / "b.pdf").write_text("")
+    assert main(["data", "dedup", "--in", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    assert f"not read in {tmp_path / 'in'}: b.pdf" in capsys.readouterr().err
+
+
 def test_losses_and_defects_are_counted(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\nbad\n{"text": "two"}\n')
@@ -484,6 +491,7 @@ def test_splits_of_tasks(tasks):
         (["--held-out", "a.jsonl"], "is read twice"),
         (["--decontaminate-action", "remove"], "would not be used: it is for --decontaminate"),
         (["--no-near", "--threshold", "0.5"], "--threshold would not be used: it is for near duplicates"),
+        (["--no-near", "--seed", "5"], "--seed would not be used: it is for near duplicates"),
     ],
 )
 def test_wrong_options(tmp_path, capsys, monkeypatch, options, message):

@@ -9,7 +9,8 @@ import pytest
 from test_data_tokenizer import sentences
 
 from data_prep.flow.streams import write_stream
-from data_prep.sample.plan import _shares, find_cut
+from data_prep.sample import plan
+from data_prep.sample.plan import _shares, find_cuts
 from data_prep.sample.survey import Measure, hashes
 from data_prep.tokenize.models import pieces_of, train_sentencepiece
 from smlp.cli.main import main
@@ -267,6 +268,20 @@ def test_words_that_are_no_numbers(corpus, tmp_path, capsys, option):
     )
 
 
+def test_a_document_without_size_is_written_once(tmp_path):
+    rows = [{"id": str(index), "text": " " * index} for index in range(30)] + [{"id": "full", "text": "one two three"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sample(tmp_path / "a.jsonl", tmp_path / "out", *NO_SPLITS)
+    assert sorted(ids(tmp_path / "out")) == sorted(row["id"] for row in rows)
+
+
+def test_a_source_of_which_nothing_is_left_makes_no_empty_sample(corpus, tmp_path, capsys):
+    (tmp_path / "small.jsonl").write_text('{"text": "", "source": "small"}\n')
+    inputs = ["--in", str(corpus), str(tmp_path / "small.jsonl"), "--out", str(tmp_path / "out"), *NO_SPLITS]
+    assert main(["data", "sample", *inputs, "--weights", "wiki=1,books=1,small=2", "--quiet"]) == 1
+    assert "words of source small, of which nothing is left for training" in capsys.readouterr().err
+
+
 def test_shares_never_exceed_what_there_is():
     """Without a budget the scarcest source is used up; with one that they allow, shares add up to it."""
     draw = random.Random(1)
@@ -293,8 +308,10 @@ def test_shares_never_exceed_what_there_is():
     assert _shares({"a": 400, "b": 101, "c": 400}, 202, {"a": 1, "b": 2, "c": 1}, False, "words")["b"] == 101
 
 
-def test_cuts_against_sorting_everything():
-    """Random keys, many of them equal or in one bin, sizes of 0 to 9, every budget near a step."""
+@pytest.mark.parametrize(("num_others", "bits"), [(0, 22), (3, 9), (9, 5)])
+def test_cuts_against_sorting_everything(num_others, bits, monkeypatch):
+    """Random keys, many of them equal or in one bin, sizes of 0 to 9, every budget near a step, and other groups."""
+    monkeypatch.setattr(plan, "_BITS_OF_SUMS", bits)
     draw = np.random.default_rng(1)
     for trial in range(60):
         number = int(draw.integers(1, 40))
@@ -302,9 +319,13 @@ def test_cuts_against_sorting_everything():
         sizes, places = draw.integers(0, 10, number), np.arange(number) * 3
         order = sorted(zip(keys.tolist(), places.tolist(), sizes.tolist(), strict=True))
         for budget in range(int(sizes.sum()) + 2):
-            cut = find_cut(
-                lambda k=keys, s=sizes, p=places: iter([(k[:7], s[:7], p[:7]), (k[7:], s[7:], p[7:])]), budget
-            )
+            columns = (np.repeat(column, num_others + 1) for column in (keys, sizes, places))
+            rows = (*columns, np.tile(np.arange(num_others + 1), number))
+            blocks = [tuple(column[:7] for column in rows), tuple(column[7:] for column in rows)]
+            budgets = [(budget + 3 * other) % (int(sizes.sum()) + 2) for other in range(num_others + 1)]
+            cut, *others = find_cuts(lambda blocks=blocks: iter(blocks), budgets)
+            for other, own in zip(others, budgets[1:], strict=True):
+                assert other.taken + other.left == own and (own < budget or other.key >= cut.key)
             total, below = 0, []
             for _key, place, size in order:
                 if total + size > budget:

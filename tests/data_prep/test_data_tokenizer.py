@@ -208,7 +208,16 @@ def test_byte_level_and_given_files(corpus, tmp_path, capsys):
 
 def test_a_small_text_gives_a_smaller_vocabulary_and_no_text_none(corpus, tmp_path, capsys):
     assert learn("--in", corpus, "--out", tmp_path / "out") == 0
-    assert manifest_of(tmp_path / "out")["vocabulary"]["pieces"] < 1000
+    pieces = manifest_of(tmp_path / "out")["vocabulary"]["pieces"]
+    assert pieces < 1000 and "the text is too small for 32,000 pieces" in capsys.readouterr().out
+    for kind, missing in (("unigram", 3), ("gpt2", 0)):  # <unk>, <s> and </s> are no pieces of text
+        assert learn("--in", corpus, "--out", tmp_path / kind, "--kind", kind) == 0
+        pieces = manifest_of(tmp_path / kind)["vocabulary"]["pieces"]
+        capsys.readouterr()
+        for more, words in ((missing, False), (missing + 1, True)):
+            size = str(pieces + more)
+            assert learn("--in", corpus, "--out", tmp_path / kind / size, "--kind", kind, "--vocab-size", size) == 0
+            assert (f"too small for {int(size):,} pieces" in capsys.readouterr().out) == words
     (corpus / "a.jsonl").write_text('{"text": " "}\n')
     (corpus / "b.jsonl").write_text("")
     assert learn("--in", corpus, "--out", tmp_path / "none") == 1

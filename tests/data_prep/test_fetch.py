@@ -221,6 +221,15 @@ def test_what_is_on_record_of_other_content_is_not_used(tmp_path):
         assert documents(tmp_path)[0].text == first_text
 
 
+def test_a_shorter_file_leaves_nothing_of_the_longer_one(tmp_path):
+    folder, out = tmp_path / "texts", tmp_path / "out"
+    folder.mkdir()
+    for edition, number in (("first", 50), ("second", 5)):
+        (folder / "a.txt").write_text("".join(f"{edition} edition, document {index}\n\n" for index in range(number)))
+        assert run(folder, "--out", out, *QUICK, "--file-bytes", "300") == 0
+        assert len(texts(out)) == number and all(text.startswith(edition) for text in texts(out))
+
+
 def test_a_file_that_changed_on_the_server_is_void(server, tmp_path, capsys):
     source, out = books_source(server, tmp_path), tmp_path / "out"
     assert run(source, "--out", out, *QUICK) == 0

@@ -11,7 +11,8 @@ import pytest
 from fetch_data import HEAD, PLAIN, WIKITEXT, article, dump, page, write_warc
 
 from data_prep.fetch import warc, wikipedia
-from data_prep.fetch.sequence import named_by_format, part_name
+from data_prep.fetch.listing import named_by_format
+from data_prep.fetch.sequence import part_name
 from data_prep.flow.documents import Defect, Loss, Record
 from data_prep.flow.limits import CpuLimit
 

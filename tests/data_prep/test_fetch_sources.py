@@ -86,6 +86,8 @@ def test_what_a_user_gets_wrong(words, message, capsys, tmp_path, monkeypatch):
         ('format = "doc"\n[[files]]\nurl = "http://x/a"', "'format' is 'doc', but must be one of wikipedia, warc"),
         ('format = "txt"\n[[files]]\nlink = "http://x/a"', "unknown field 'files.link'"),
         ('format = "txt"\n[[files]]\nurl = "http://x/a"\nbytes = "9"', "'files.bytes' must be a whole number, not '9'"),
+        ('format = "txt"\n[[files]]\nurl = "http://x/a"\nbytes = true', "must be a whole number, not True"),
+        ('format = "txt"\n[[files]]\nurl = "http://x/a"\nsha1 = 123', "'files.sha1' must be a string, not 123"),
         ('format = "txt"\n[listing]\nkind = "paths"', "a field is missing: .*'url'"),
         ('format = "txt"\n[listing]\nkind = "ftp"\nurl = "http://x"', "'listing.kind' is 'ftp', but must be one of"),
         ('[hub]\nname = "a/b"\nrows_per_document = 0', "must be at least 1, not 0"),
@@ -154,14 +156,16 @@ def test_a_dry_run_says_what_stands_against_it(tmp_path, capsys, monkeypatch):
 )
 def test_names_of_a_server_stay_in_the_folder(path, name):
     """Neither are they those of the files in which a list is kept."""
-    (file,) = _named([RemoteFile(f"https://example.org/{path}", "")])
+    (file,) = _named([RemoteFile(f"https://example.org/{path}", "")], "warc")
     assert file.name == name
 
 
 def test_files_of_one_name_get_names_of_their_own():
     urls = ("1/a.txt", "2/a.txt", "3/2-a.txt", "4/a.txt", "5/3-a.txt")
-    names = [file.name for file in _named([RemoteFile(f"https://example.org/{url}", "") for url in urls])]
+    names = [file.name for file in _named([RemoteFile(f"https://example.org/{url}", "") for url in urls], "txt")]
     assert names == ["a.txt", "4-a.txt", "2-a.txt", "5-a.txt", "3-a.txt"]
+    files = [RemoteFile(f"https://example.org/{name}", "") for name in ("a.gz", "a.txt.gz", "a.txt", "a")]
+    assert [file.name for file in _named(files, "txt")] == ["a.txt.gz", "2-a.txt.gz", "a.txt", "2-a.txt"]
 
 
 @pytest.mark.parametrize("name", ["../b.gz", "/tmp/b.gz", "a/b.gz", "", "..", "a\0b", None])
@@ -179,4 +183,4 @@ def test_a_kept_list_that_is_damaged_is_asked_for_again(tmp_path, content):
 
 def test_what_is_no_address_is_named():
     with pytest.raises(UserError, match=r"'http://\[::1' is not the address of a file: Invalid IPv6 URL"):
-        _named([RemoteFile("http://[::1", "")])
+        _named([RemoteFile("http://[::1", "")], "txt")
