@@ -262,18 +262,18 @@ class _Answer:
     def _finished(self, index: int) -> dict[str, Any]:
         choice, echoes = self._choices[index], self._wanted.echoes
         tokenizer, prompt = self._reader.tokenizer, choice.asked.tokens
-        echo = choice.asked.text if echoes else ""
+        echo, scores = choice.asked.text if echoes else "", choice.prompt_scores
         logprobs = None
         if self._wanted.num_top is not None:
-            known = list(choice.tokens)
-            if echoes and choice.prompt_scores is not None:
-                scores = choice.prompt_scores
-                rows = zip(prompt[1:], scores.log_probs, scores.top, strict=True)
-                known = [_Known(*row) for row in rows] + known
-            before = prompt[0] if echoes else prompt[-1]
-            logprobs = _logprobs(tokenizer, tokenizer.decoder(before), before, known, 0)
-            if echoes:  # as the model read it, which the offsets of its tokens count
-                echo = "".join(logprobs["tokens"][: len(prompt) - 1])
+            known: dict[str, list[Any]] = {}
+            if echoes and scores is not None:
+                rows = [_Known(*row) for row in zip(prompt[1:], scores.log_probs, scores.top, strict=True)]
+                decoder = tokenizer.decoder(prompt[0])
+                known = _logprobs(tokenizer, decoder, prompt[0], rows, 0)
+                known["tokens"][-1] += decoder.rest()  # ids may end within a character
+                echo = "".join(known["tokens"])  # as the model read it, which the offsets of its tokens count
+            new = _logprobs(tokenizer, tokenizer.decoder(prompt[-1]), prompt[-1], choice.tokens, len(echo))
+            logprobs = {name: known.get(name, []) + values for name, values in new.items()}
         text = echo + "".join(token.shown for token in choice.tokens)
         # a prompt that was only scored has no end
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish or "length"}

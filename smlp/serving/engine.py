@@ -2,7 +2,7 @@
 
 The rows of a batch share their position, so that they are multiplied by the same spatial weights. A request that comes
 while others are being written does not join them: it begins a batch with all that came with it, and the batches take
-turns, a token each. A request never waits for a longer one to end.
+turns, a token each. A request waits for others to end only where no text or no batch more is allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from smlp.errors import UserError, out_of_memory
+from smlp.errors import UserError, out_of_memory, unexpected
 from smlp.inference.generation import Request, SampledBatch, ShownText, Text, likeliest
 from smlp.inference.generation.sampled import check_numbers
 from smlp.nn.decoder import Decoder
@@ -28,7 +28,6 @@ _MOST_BATCHES = 4
 _GATHER = 0.005
 #: positions whose logits are computed at once
 _POSITIONS = 128
-CANCELLED = "cancelled"
 
 
 class BusyError(UserError):
@@ -107,12 +106,10 @@ class _Batch:
         return self._texts.num_texts
 
     def step(self) -> None:
-        """Add a token to each text, and tell whoever asked for it."""
+        """Add a token to each text, and tell whoever asked for it; texts that nobody wants any more are left out."""
+        self._texts.leave_out({number for number, job in enumerate(self.jobs) if job.is_cancelled})
         for text in self._texts.step():
             job = self.jobs[text.prompt]
-            if job.is_cancelled:
-                text.finish = CANCELLED
-                continue
             job.emit(self._told(job, text))
 
     def _told(self, job: PromptJob, text: Text) -> NewToken:
@@ -196,7 +193,7 @@ class Engine:
                 while not (self._waiting or self._batches or self._is_closed):
                     self._changed.wait()
                 if not self._batches and not self._is_closed:
-                    self._changed.wait(_GATHER)
+                    self._changed.wait_for(lambda: self._is_closed, _GATHER)
                 if self._is_closed:
                     break
                 jobs = self._beginning = self._admitted()
@@ -227,7 +224,10 @@ class Engine:
             if job.prompt_top is not None:
                 self._guarded([job], partial(self._score, job, job.prompt_top))
         written = [job for job in jobs if job.request is not None and not job.is_cancelled]
-        return [_Batch(self.decoder, written, self.tokenizer, self._banned)] if written else []
+        batches: list[_Batch] = []
+        if written:
+            self._guarded(written, lambda: batches.append(_Batch(self.decoder, written, self.tokenizer, self._banned)))
+        return batches
 
     def _score(self, job: PromptJob, num_top: int) -> None:
         job.emit(prompt_scores(self.decoder, job.prompt, num_top))
@@ -236,8 +236,8 @@ class Engine:
         """Do some of the work; if it fails, its jobs fail, and the engine goes on. Return whether it was done."""
         try:
             work()
-        except (UserError, RuntimeError, MemoryError) as error:
-            reason = str(error) if isinstance(error, UserError) else out_of_memory(error) or f"internal error: {error}"
+        except Exception as error:  # of a plug-in, for example
+            reason = str(error) if isinstance(error, UserError) else out_of_memory(error) or unexpected(error)
             for job in jobs:
                 if not job.is_cancelled:
                     job.is_cancelled = True

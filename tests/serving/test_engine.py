@@ -163,15 +163,49 @@ def test_a_cancelled_text_leaves_its_batch(engine):
     assert engine.state() == {"writing": 0, "waiting": 0}
 
 
-def test_an_error_ends_its_batch_alone(engine, monkeypatch):
+def test_a_prompt_that_nobody_waits_for_is_read_no_further():
+    engine = engine_of(make("smlp"), most_texts=3)
+    try:
+        short, events = job_of(engine.decoder, [2, 5], 8)
+        long, long_events = job_of(engine.decoder, [2, *[5] * 9], 1, num_return=2)
+        after, after_events = job_of(engine.decoder, [2, 6], 1)
+        emit, order = short.emit, []
+
+        def leave(event):
+            if not order:
+                long.is_cancelled = True
+                engine.submit([after])
+            order.append("short")
+            emit(event)
+
+        after.emit = lambda event: (order.append("after"), after_events.put(event))
+        short.emit = leave
+        engine.submit([short, long])
+        assert texts_of(short, events) == alone(engine.decoder, short)
+        assert texts_of(after, after_events) == alone(engine.decoder, after)
+        assert order.index("after") <= 3 and long_events.empty()
+    finally:
+        engine.close()
+
+
+def nan(hidden_nH):
+    return hidden_nH.new_full((len(hidden_nH), 40), torch.nan)
+
+
+def wrong_key(hidden_nH):
+    return {}["expert 7"]
+
+
+@pytest.mark.parametrize(("project", "reason"), [(nan, "NaN"), (wrong_key, "unexpected KeyError in smlp/inference")])
+def test_an_error_ends_its_batch_alone(engine, monkeypatch, project, reason):
     _, events, goes_on = held(engine)
     with monkeypatch.context() as broken:
-        broken.setattr(engine.decoder, "project", lambda hidden: hidden.new_full((len(hidden), 40), torch.nan))
+        broken.setattr(engine.decoder, "project", project)
         goes_on.set()
         seen = []
         while not isinstance(event := events.get(timeout=SECONDS), Failed):
             seen.append(event)
-    assert len(seen) == 2 and "NaN" in event.reason
+    assert len(seen) == 2 and reason in event.reason
     after, after_events = job_of(engine.decoder, [2, 8], 3)
     engine.submit([after])
     assert texts_of(after, after_events) == alone(engine.decoder, after)

@@ -20,11 +20,16 @@ from browser import chromium
 from running import REPOSITORY
 from tiny_checkpoints import write_checkpoint
 
+import smlp
+from data_prep.tokenize.models import train_byte_level
 from smlp.checkpoint.load import load_language_model
 from smlp.cli.main import main
 from smlp.cli.serve import _is_no_cancelled_request, _listener
 from smlp.inference.generation.continuations import banned_tokens
+from smlp.inference.language_model import LanguageModel
 from smlp.inference.scoring.candidates import drop_nothing
+from smlp.text.tokenizer import Tokenizer, Vocabulary
+from smlp.text.tokenizer_files import find_tokenizer
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 
@@ -156,6 +161,25 @@ def test_log_probabilities(client, model, prompt):
     (scored,) = ask(client, **{**body, "max_tokens": 0})[1]["choices"]
     assert scored["text"] == PROMPT
     assert scored["logprobs"]["token_logprobs"] == pytest.approx(want[:3], abs=1e-4)
+
+
+def test_ids_may_end_within_a_character(tmp_path):
+    for name, content in train_byte_level(["über dem Café"] * 5, 290).items():
+        (tmp_path / name).write_bytes(content)
+    symbols = len(json.loads((tmp_path / "encoder.json").read_text()))
+    (tmp_path / "dict.txt").write_text("".join(f"{symbol} 1\n" for symbol in range(symbols)))
+    tokenizer = Tokenizer(Vocabulary.load(tmp_path / "dict.txt"), find_tokenizer([tmp_path]))
+    sizes = {"embed_dim": 8, "ffn_dim": 8, "max_tokens": 16, "num_dense_layers": 1}
+    decoder = smlp.build("gmlp_lm_tiny", vocab_size=len(tokenizer.vocabulary), **sizes).eval()
+    with application(LanguageModel(decoder, tokenizer)) as app, TestClient(app) as client:
+        body = {"prompt": tokenizer.encode("a 中")[:-1], "max_tokens": 4, "echo": True, "seed": 3}
+        (plain,) = ask(client, **body)[1]["choices"]
+        (choice,) = ask(client, **body, logprobs=1)[1]["choices"]
+    found = choice["logprobs"]
+    assert choice["text"] == plain["text"] and choice["text"].startswith("a \ufffd")
+    assert choice["text"].startswith("".join(found["tokens"]))
+    pieces = zip(found["tokens"], found["text_offset"], strict=True)
+    assert all(choice["text"][offset:].startswith(token) for token, offset in pieces)
 
 
 def test_ends_of_texts(client, model):

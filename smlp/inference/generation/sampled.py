@@ -6,7 +6,7 @@ Letters: ``R`` rows, ``V`` vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -123,10 +123,18 @@ class SampledBatch:
         while self._drafts:
             yield from self.step()
 
+    def leave_out(self, requests: Collection[int]) -> None:
+        """Drop all texts of some requests, by their numbers, whether their prompts have been read or not."""
+        kept = [row for row, draft in enumerate(self._drafts) if draft.text.prompt not in requests]
+        self._positions.keep(kept)
+        self._drafts = [self._drafts[row] for row in kept]
+
     @torch.no_grad()
     def step(self) -> Iterator[Text]:
         """Add a token to every text whose prompt has been read; yield them, and then drop those with a ``finish``."""
         batch = self._positions
+        if not self._drafts:
+            return
         last_RH = batch.read()[:, -1]
         index = self._branch()
         drafts = self._drafts
