@@ -15,13 +15,8 @@ VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "smlp" / "__init__.py").
 
 # fairseq 0.12.2, the last official release, does not import on Python 3.11 or newer. Two re-releases of
 # the same sources do: ve-fairseq has wheels for Linux x86-64, fairseq-fixed is compiled from source.
-HAS_FAIRSEQ_WHEEL = (
-    "sys_platform == 'linux' and platform_machine == 'x86_64' "
-    "and (python_version == '3.11' or python_version == '3.12')"
-)
-NO_FAIRSEQ_WHEEL = (
-    "sys_platform != 'linux' or platform_machine != 'x86_64' or (python_version != '3.11' and python_version != '3.12')"
-)
+HAS_FAIRSEQ_WHEEL = "sys_platform == 'linux' and platform_machine == 'x86_64'"
+NO_FAIRSEQ_WHEEL = "sys_platform != 'linux' or platform_machine != 'x86_64'"
 # Where Triton has wheels. torch's CUDA builds for Linux bring the version that they want, its CPU builds none.
 HAS_TRITON_WHEEL = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 
@@ -41,7 +36,7 @@ DATA = [
 ]
 
 # Image models and their training; timm brings torchvision. Pillow 13 refuses operations of timm's RandAugment.
-VISION = ["pillow<13", "requests>=2.31", "scikit-learn>=1.4", "timm>=1.0.31", "tqdm>=4.66", "urllib3>=2.1"]
+VISION = ["pillow<13", "requests>=2.31", "scikit-learn>=1.4", "timm>=1.0.31", "urllib3>=2.1"]
 
 # lm-evaluation-harness, and what of its own requirements is imported here.
 LM_EVAL = ["datasets>=3.2", "jinja2>=3.1", "lm-eval>=0.4.13,<0.5"]

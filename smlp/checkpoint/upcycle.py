@@ -34,7 +34,8 @@ from smlp.checkpoint.export import PREFIXES, new_history, new_state
 from smlp.checkpoint.lazy import HeldTensor, LazyTensor, MadeTensor, repeated, scaled
 from smlp.checkpoint.opened import Checkpoint
 from smlp.config import SETTINGS, ModelConfig, differences, flatten, unflatten
-from smlp.config.presets import FROM_TASK, preset
+from smlp.config.ignored_settings import ignored_settings
+from smlp.config.presets import FROM_TASK, PRESETS, preset
 from smlp.errors import UserError
 from smlp.moe.routers.hashed import balanced_table, random_table
 from smlp.nn.blocks import sparse_block
@@ -158,8 +159,17 @@ def upcycled(
         UserError: see :func:`target_config`.
     """
     config = target_config(dense, arch, overrides)
-    if config.router == "hash" and config.hash_kind == "balanced" and frequencies_V is None:
+    ignored = ignored_settings(config, PRESETS[arch])
+    for name in overrides:
+        if name in ignored:
+            raise UserError(f"--{name.replace('_', '-')} would not be used: {ignored[name]}")
+    is_balanced = config.router == "hash" and config.hash_kind == "balanced"
+    if is_balanced and frequencies_V is None:
         raise UserError("hash_kind=balanced needs the training data: give --data")
+    if frequencies_V is not None and not is_balanced:
+        raise UserError("--data would not be used: it is for the router hash with hash_kind=balanced")
+    if router_scale is not None and (config.sparse_block in _GROWN or config.router in ("hash", "gshard")):
+        raise UserError(f"--router-scale would not be used: the router of {arch} starts as in a new model")
     with without_weights():
         shapes = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
     making = _Making(dense, config, shapes, router_scale, seed, frequencies_V)

@@ -65,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
     """Measure and, on rank 0, print the tables; with ``--nproc``, start the ranks that do so."""
     from smlp.cli.json_file import check_output
     from smlp.errors import UserError
-    from smlp.fairseq_compat.arguments import without_options
     from smlp.files import check_writable
     from smlp.launch.local import run_ranks, this_program
     from smlp.launch.ranks import has_terminal, place_of
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     )
     device = _device(args, place)
     if args.nproc > 1:
-        return run_ranks([*this_program(), *without_options(args.words, "--nproc")], args.nproc)
+        return run_ranks([*this_program(), *args.words, "--nproc", "1"], args.nproc)
     trace = _trace_file(args.trace, layout)
     if trace is not None:
         check_output("--trace", str(trace))

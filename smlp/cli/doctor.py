@@ -261,9 +261,9 @@ def check_ranks(args: argparse.Namespace) -> int:
     place = place_of(os.environ, is_interactive=has_terminal())
     if place is None:
         return _start_ranks(args)
-    if args.nproc is not None and place.launcher == "srun":
+    if args.nproc not in (None, place.world_size):
         raise UserError(
-            f"--nproc {args.nproc} starts ranks of its own, but srun has started {place.world_size} already"
+            f"--nproc {args.nproc}, but {place.launcher} started {place.world_size} ranks already: leave it out"
         )
     return _check_as_rank(place, args)
 

@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         if args.experts is not None and not config.num_sparse_layers:
             raise UserError(f"--experts has no effect for {args.arch}, which has no sparse blocks")
         num_tokens = None
+    if args.world_size is not None and not config.num_sparse_layers:
+        raise UserError(f"--world-size has no effect for {args.path or args.arch}, which has no sparse blocks")
     report = account(config, args.batch, num_tokens, args.world_size)
     report = {"arch": args.path or args.arch, **report}
     _print(report, config)

@@ -113,6 +113,11 @@ def run(args: argparse.Namespace) -> int:
     samples = text_name = None
     texts = [_as_text(sentence, model) for sentence in args.sentences]
     if args.data is not None:
+        for option in ("--limit-tokens", "--pieces") if isinstance(model, MaskedLanguageModel) else ():
+            if of_text[option] is not None:
+                raise UserError(
+                    f"{option} {of_text[option]} would not be used: it is for the text that a decoder routes"
+                )
         text = read_text(args, model)
         text_name = Path(text.name).name
         samples = None if isinstance(model, MaskedLanguageModel) else _samples(args, model, text.stream)

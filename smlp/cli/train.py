@@ -73,8 +73,8 @@ examples:
   smlp train --profile 5 data-bin --arch smlp_tiny --max-update 20 --save-dir checkpoints/third
   smlp train --dry-run --nodes 4 --gpus-per-node 8 data-bin --arch smlp
 
-all options of fairseq-train:
-  fairseq-train --user-dir $(smlp user-dir) --task language_modeling --arch smlp_tiny --help"""
+all options: fairseq-train --help shows fairseq's common ones; those of the models, tasks and criteria of
+this package are in docs/commands.md"""
 
 
 @dataclass(frozen=True)

@@ -439,7 +439,6 @@ def _data(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from smlp.fairseq_compat.arguments import without_options
     from smlp.launch.local import run_ranks, this_program
     from smlp.launch.ranks import has_terminal, place_of
 
@@ -455,7 +454,7 @@ def _train(args: argparse.Namespace) -> int:
             f"--nproc {args.nproc}, but {place.launcher} started {place.world_size} ranks already: leave it out"
         )
     if args.nproc > 1:
-        return run_ranks([*this_program(), *without_options(args.words, "--nproc")], args.nproc)
+        return run_ranks([*this_program(), *args.words, "--nproc", "1"], args.nproc)
     if args.warmup_epochs >= args.epochs and not args.warmup_prefix:
         print(
             f"smlp: warning: --epochs {args.epochs} ends within the warm-up (--warmup-epochs {args.warmup_epochs}): "

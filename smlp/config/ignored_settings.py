@@ -26,6 +26,7 @@ def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
         **of(
             "num_experts router sparse_block sparse_placement expert_dropout", sparse, "the model has no sparse layers"
         ),
+        **of("num_heads", any(kind.has_heads for kind in config.block_kinds), "the model has no heads"),
         **of("feature_routing feature_experts spatial_bias_init", config.has_feature_moe, "the model has no sMoE"),
         **of(
             "attention_dropout", any(kind.attends(config) for kind in config.block_kinds), "the model has no attention"
@@ -45,6 +46,8 @@ def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
         for name in ("hash_seed", "hash_tables"):
             if takes_part[name][0]:
                 takes_part[name] = False, "the router has no table of ids without base_warmup"
+    if "hash_kind" in config.router_kind.takes and config.hash_kind == "balanced":
+        takes_part["hash_seed"] = False, "the frequencies of tokens decide the table of hash_kind=balanced"
     if any(kind.keeps_sequences_whole for kind in config.block_kinds) and takes_part["base_shuffle"][0]:
         takes_part["base_shuffle"] = False, "experts of whole sequences do not take tokens of other ranks"
     used = {kind.name for kind in kinds}

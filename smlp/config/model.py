@@ -185,7 +185,8 @@ class ModelConfig(MoEConfig):
     )
     dropout: float = setting(0.1, "dropout probability after the embedding and after every sublayer")
     expert_dropout: float | None = setting(
-        None, "dropout probability after the experts of tokens (default: that of --dropout); BASE has none"
+        None,
+        "dropout probability after the experts of tokens (default: that of --dropout); fairseq's BASE has none",
     )
     attention_dropout: float = setting(0.0, "dropout probability of the weights of self-attention")
     activation: str = setting("gelu", "activation function", ACTIVATIONS)

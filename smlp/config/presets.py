@@ -166,6 +166,11 @@ PRESETS = ARCHITECTURES
 # Settings that follow from the data and fairseq's task instead of model options, and the task's options.
 FROM_TASK = ("vocab_size", "max_tokens", "padding_idx")
 TASK_OPTIONS = ("tokens_per_sample", "max_target_positions", "max_positions", "add_bos_token")
+# Other options that fairseq's models have here, which are about a run (smlp/models/options.py).
+RUN_OPTIONS = (
+    *("expert_parallel_size", "profile_updates", "profile_dir", "compile", "data_order_file", "update_times_file"),
+    *("environment_file", "other_dictionary", "no_decay_norms", "spatial_lr_factor", "spatial_weight_decay"),
+)
 
 
 def preset(arch: str, **overrides: Any) -> ModelConfig:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from smlp.config.model import SETTINGS, ModelConfig, all_settings
 from smlp.config.own_settings import fields_of, own_fields
-from smlp.config.presets import TASK_OPTIONS
+from smlp.config.presets import RUN_OPTIONS, TASK_OPTIONS
 from smlp.config.registry import ARCHITECTURES, DENSE_BLOCKS, PACKAGE, ROUTERS, SPARSE_BLOCKS, Registry
 from smlp.config.settings import check_type
 from smlp.errors import UserError
@@ -114,9 +114,9 @@ def register_architecture(name: str, like: str | None = None, **settings: Any) -
 
 def _check_settings(table: Registry[Any], name: str, settings: type, what: str) -> None:
     """Refuse settings whose names are taken. A dense and a sparse block of the same name share their settings."""
-    others = own_fields()
+    others, taken = own_fields(), {*SETTINGS, *TASK_OPTIONS, *RUN_OPTIONS}
     for full in fields_of(name, settings):
-        if full in SETTINGS or full in TASK_OPTIONS or (full in others and others[full].metadata["owner"] != name):
+        if full in taken or (full in others and others[full].metadata["owner"] != name):
             raise UserError(f"{what}: its setting {full!r} has the same name as another setting")
     for other in (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS):
         theirs = other[name].settings if name in other and other is not table else None

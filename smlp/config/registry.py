@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -113,10 +114,13 @@ def load() -> None:
 
 
 def _load_file(path: Path) -> None:
-    before = [dict(table._parts) for table in _TABLES]
+    before, modules = [dict(table._parts) for table in _TABLES], set(sys.modules)
     try:
         plugins.import_file(path)
     except BaseException:
+        for name in set(sys.modules) - modules:  # files beside it that it imported; what they registered goes
+            if Path(getattr(sys.modules[name], "__file__", None) or "").resolve().parent == path.parent:
+                del sys.modules[name]
         for table, parts in zip(_TABLES, before, strict=True):
             table._parts = parts
         raise

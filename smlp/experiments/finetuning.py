@@ -21,7 +21,7 @@ import torch
 
 from data_prep.finetuning.glue_tasks import TASKS
 from smlp.checkpoint.opened import open_checkpoint
-from smlp.config import ModelConfig, flatten
+from smlp.config import ModelConfig, differences, flatten
 from smlp.config.presets import FROM_TASK, preset
 from smlp.errors import UserError
 from smlp.evaluation.curves import log_records
@@ -272,8 +272,8 @@ def read_encoder(path: Path, data: TaskData, allows_other_dictionary: bool = Fal
         beside = path.parent / Path(name).name
         if name != DICTIONARY and beside.is_file() and hashlib.sha256(beside.read_bytes()).hexdigest() != digest:
             raise UserError(f"{data.path} was made with another {name} than the checkpoint's {beside}")
-    base, own = flatten(preset(arch)), flatten(config)
-    overrides = {name: value for name, value in own.items() if value != base[name] and name not in _NOT_OF_ENCODER}
+    changed = differences(config, preset(arch))
+    overrides = {name: value for name, value in changed.items() if name not in _NOT_OF_ENCODER}
     return PretrainedEncoder(path, arch, overrides, config, checkpoint.num_updates, _sha256(checkpoint.paths))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, register_model_architecture
 
-from smlp.config import LEAKY_WARNING, ModelConfig, all_settings
+from smlp.config import LEAKY_WARNING, ModelConfig, all_settings, presets
 from smlp.config.ignored_settings import ignored_settings
 from smlp.config.presets import FROM_TASK, PRESETS, TASK_OPTIONS, from_training_options
 from smlp.config.settings import help_of
@@ -82,6 +82,7 @@ RUN_OPTIONS = [
         default=False,
     ),
 ]
+assert {name for name, *_ in RUN_OPTIONS} == set(presets.RUN_OPTIONS)
 
 
 def configuration(args: Any, dictionary: Any) -> ModelConfig:

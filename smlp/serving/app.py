@@ -167,15 +167,12 @@ class _Answer:
                 and Request(asked.ready, wanted.limits, wanted.sampling, wanted.num_texts, wanted.num_top or 0),
                 emitter(number),
                 wanted.stop,
-                wanted.num_top if wants_scores else None,
+                wanted.num_top if wants_scores and len(asked.tokens) > 1 else None,
             )
             for number, asked in enumerate(wanted.prompts)
         ]
         #: number of events to come that end a choice or bring the scores of a prompt
-        self._left = sum(
-            (job.num_texts if job.request else 0) + (job.prompt_top is not None and len(job.prompt) > 1)
-            for job in self._jobs
-        )
+        self._left = sum((job.num_texts if job.request else 0) + (job.prompt_top is not None) for job in self._jobs)
 
     def begin(self) -> None:
         """Submit the jobs to the engine.
@@ -183,9 +180,6 @@ class _Answer:
         Raises:
             BusyError: too many prompts wait already.
         """
-        for job in self._jobs:
-            if len(job.prompt) == 1:
-                job.prompt_top = None  # there is nothing to score
         if self._left:
             self._engine.submit(self._jobs)
 
@@ -252,7 +246,8 @@ class _Answer:
             return []
         logprobs = None
         if self._wanted.num_top is not None:
-            tokenizer, before = self._reader.tokenizer, self._last(choice, len(choice.tokens) - 1)
+            tokenizer = self._reader.tokenizer
+            before = choice.tokens[-2].token if len(choice.tokens) > 1 else choice.asked.tokens[-1]
             choice.decoder = choice.decoder or tokenizer.decoder(before)
             logprobs = _logprobs(tokenizer, choice.decoder, before, [event], choice.num_given)
             choice.num_given += sum(map(len, logprobs["tokens"]))
@@ -277,10 +272,6 @@ class _Answer:
         text = echo + "".join(token.shown for token in choice.tokens)
         # a prompt that was only scored has no end
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish or "length"}
-
-    @staticmethod
-    def _last(choice: _Choice, place: int) -> int:
-        return choice.tokens[place - 1].token if place else choice.asked.tokens[-1]
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(len(asked.tokens) - 1 for asked in self._wanted.prompts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,11 +174,13 @@ class RequestReader:
 
     @staticmethod
     def _stops(stop: Any) -> tuple[str, ...]:
-        stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(_list("stop", stop))
+        stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
+        if not isinstance(stops, tuple | list):
+            raise RequestError("stop", f"stop must be a text or a list of texts, got {stop!r:.80}")
         if len(stops) > _MOST_STOPS:
             raise RequestError("stop", f"stop has {len(stops)} texts: at most {_MOST_STOPS}")
         _with_name("stop", lambda: StopStrings(stops))
-        return stops
+        return tuple(stops)
 
 
 class _Keys:
@@ -191,7 +193,7 @@ class _Keys:
         value = self._given.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise RequestError(name, f"{name} must be a whole number, got {value!r:.80}")
-        if value != default and not least <= value <= most:
+        if not least <= value <= most:
             raise RequestError(name, f"{name} must be from {least} to {most}, got {value!r:.80}")
         return value
 
@@ -213,12 +215,6 @@ class _Keys:
 
 def _are_ids(values: list[Any]) -> bool:
     return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
-
-
-def _list(name: str, value: Any) -> Sequence[Any]:
-    if not isinstance(value, list):
-        raise RequestError(name, f"{name} must be a text or a list of texts, got {value!r:.80}")
-    return value
 
 
 def _with_name(name: str | None, work: Callable[[], Any]) -> Any:

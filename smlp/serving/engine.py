@@ -98,7 +98,7 @@ class _Batch:
     def __init__(
         self, decoder: Decoder, jobs: Sequence[PromptJob], tokenizer: Tokenizer, banned: Sequence[int]
     ) -> None:
-        self.jobs, self._tokenizer = [job for job in jobs if job.request is not None], tokenizer
+        self.jobs, self._tokenizer = jobs, tokenizer
         self._texts = SampledBatch(decoder, [job.request for job in self.jobs if job.request is not None], banned)
 
     @property

@@ -128,9 +128,7 @@ class SquadDataset(FairseqDataset):
         """Return the tokens of a window."""
         return int(self.sizes[index])
 
-    def size(self, index: int) -> int:
-        """Return the tokens of a window."""
-        return int(self.sizes[index])
+    size = num_tokens
 
     def ordered_indices(self) -> np.ndarray:
         """Return a fixed random order: windows of one context are alike, and would fill whole batches."""
@@ -159,7 +157,7 @@ class SquadTask(FairseqTask):
         Raises:
             UserError: the data are missing or damaged, answers cannot be written, or torchmetrics is not installed.
         """
-        if cfg.predictions_file:
+        if cfg.predictions_file and _SUBSET not in cfg.predictions_file:
             _check_predictions_file(cfg.predictions_file)
         answer_metric()
         if not (Path(cfg.data) / DICTIONARY).is_file():
@@ -188,8 +186,11 @@ class SquadTask(FairseqTask):
         """Load a split.
 
         Raises:
-            UserError: its files are missing or damaged, or a window has no room for a question.
+            UserError: its files are missing or damaged, a window has no room for a question, or its answers cannot be
+                written.
         """
+        if self.cfg.predictions_file:
+            _check_predictions_file(self.cfg.predictions_file.replace(_SUBSET, split))
         found = SquadSplit.load(Path(self.cfg.data), split, len(self.dictionary))
         self.datasets[split] = SquadDataset(found, len(self._splits), self.cfg, self.dictionary)
         self._splits.append((split, found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from argparse import Namespace
@@ -34,7 +35,7 @@ from smlp.vision.data import (
     warn_of_unread,
 )
 from smlp.vision.evaluate import precision_of
-from smlp.vision.image_options import MOMENTUM
+from smlp.vision.image_options import MOMENTUM, listed
 
 SUMMARY, LAST, _BEST = "summary.csv", "last.pth.tar", "model_best.pth.tar"
 #: options that a resumed model and optimizer have from their checkpoint
@@ -194,6 +195,9 @@ class Training:
         with said_by_timm(f"--opt {args.opt!r} and its options"):
             self.optimizer = create_optimizer_v2(self.model, **optimizer_kwargs(cfg=args))
         check_used(args, self.optimizer.defaults)
+        usual = inspect.signature(type(self.optimizer)).parameters.get("betas")
+        if args.opt_betas is not None and usual is not None and len(args.opt_betas) != len(usual.default):
+            raise UserError(f"--opt-betas {listed(args.opt_betas)}: --opt {args.opt} takes {len(usual.default)} betas")
         if getattr(self.optimizer, "is_second_order", False):
             raise UserError(f"--opt {args.opt} needs second derivatives, which training does not compute")
         self.precision = precision_of(args, device)

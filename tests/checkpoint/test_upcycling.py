@@ -250,6 +250,17 @@ def test_from_an_export_and_to_parts(tmp_path: Path) -> None:
         ("base_lm_tiny", ["--arch", "hash_lm_tiny"], ["base_lm_tiny", "has 1 sparse blocks already"]),
         ("dense_lm_tiny", ["--arch", "gshard_lm", "--num-sparse-layers", "2"], ["num_sparse_layers=2 must not exceed"]),
         ("dense_lm_tiny", ["--arch", "hash_lm", "--data", "none"], ["none/train.idx"]),
+        (
+            "dense_lm_tiny",
+            ["--arch", "switch_lm", "--num-sparse-layers", "1", "--hash-seed", "5"],
+            ["--hash-seed would not be used: the router is neither base nor hash"],
+        ),
+        (
+            "dense_lm_tiny",
+            ["--arch", "hash_lm", "--num-sparse-layers", "1", "--router-scale", "3"],
+            ["of hash_lm starts"],
+        ),
+        ("gmlp_lm_tiny", ["--arch", "smlp_tiny", "--router-scale", "3"], ["--router-scale would not be used"]),
         ("dense_lm_tiny", ["--arch", "base_lm", "--seed", str(2**90)], ["--seed must be at most"]),
         (
             "dense_lm_tiny",

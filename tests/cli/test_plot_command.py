@@ -208,6 +208,7 @@ REFUSED = {
     "a split without data": ("smlp_tiny", ["--subset", "test"], "--subset test would not be used"),
     "pieces without data": ("smlp_tiny", ["--pieces", "5"], "--pieces 5 would not be used"),
     "a limit without data": ("smlp_tiny", ["--limit-tokens", "9"], "--limit-tokens 9 would not be used"),
+    "pieces of an encoder": ("amlp_mlm_tiny", ["--data", "{data}", "--pieces", "5"], "--pieces 5 would not be used"),
     "no such split": ("smlp_tiny", ["--data", "{data}", "--subset", "gone"], "there is no data file"),
     "a BERT": ("bert_mlm_tiny", ["--data", "{data}"], "by self-attention for one, so that it has no spatial filters"),
     "a Mixer": ("mixer_mlm_tiny", ["--text", "w1"], "by two matrices with an activation function between them"),

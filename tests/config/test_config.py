@@ -200,6 +200,12 @@ def test_a_model_that_no_memory_holds_is_not_built():
         ("smlp_tiny", {"hash_seed": 3}, {"hash_seed": "the router has no table of ids without base_warmup"}),
         ("smlp_tiny", {"hash_seed": 3, "base_warmup": 0.1}, {}),
         (
+            "hash_lm_tiny",
+            {"hash_seed": 3, "hash_kind": "balanced"},
+            {"hash_seed": "the frequencies of tokens decide the table of hash_kind=balanced"},
+        ),
+        ("mixer_mlm_tiny", {"num_heads": 2}, {"num_heads": "the model has no heads"}),
+        (
             "gmlp_moe_tiny",
             {"base_shuffle": True},
             {"base_shuffle": "experts of whole sequences do not take tokens of other ranks"},

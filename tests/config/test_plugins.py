@@ -149,6 +149,11 @@ BAD = {
         "register_router('router')(Free)",
         ["'router_jitter'", "another setting"],
     ),
+    "like an option of training": (
+        START + "@dataclass(frozen=True)\nclass S:\n  dir: str = setting('x', 'h')\nFree.settings = S\n"
+        "register_router('profile')(Free)",
+        ["'profile_dir'", "another setting"],
+    ),
     "architecture": (START + "register_architecture('y', like='nothing')", ["'y'", "'nothing'"]),
     "settings of another kind": (
         START + "Free.settings = 5\nregister_router('x')(Free)",
@@ -287,6 +292,19 @@ def test_choices_of_own_settings_are_checked_and_shown(tmp_path, monkeypatch):
     assert smlp.preset("smlp_tiny", router="free", free_size=5).own("free").size == 5
     with pytest.raises(smlp.UserError, match="free_size must be one of 3, 5, got 4"):
         smlp.preset("smlp_tiny", router="free", free_size=4)
+
+
+def test_what_a_failing_file_had_imported_can_be_named_afterwards(tmp_path, monkeypatch):
+    (tmp_path / "part.py").write_text(
+        "from smlp.extend import register_architecture\nregister_architecture('mine', like='smlp')\n"
+    )
+    (tmp_path / "whole.py").write_text("import part\nprint(nothing)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(plugins.VARIABLE, str(tmp_path / "whole.py"))
+    with pytest.raises(smlp.UserError, match="NameError"):
+        smlp.preset("mine")
+    monkeypatch.setenv(plugins.VARIABLE, str(tmp_path / "part.py"))
+    assert smlp.preset("mine").num_layers == smlp.preset("smlp").num_layers
 
 
 def test_two_files_with_one_name_and_one_file_twice(tmp_path, monkeypatch):

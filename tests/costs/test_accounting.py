@@ -323,6 +323,7 @@ def test_flops_of_a_checkpoint(tmp_path, capsys):
         (["--arch", "smlp_tiny", "--experts", "7"], ["num_experts=7", "embed_dim=256"]),
         (["--arch", "gmlp_lm_tiny", "--experts", "8"], ["--experts", "gmlp_lm_tiny"]),
         (["--arch", "smlp_tiny", "--world-size", "3"], ["8 experts", "world_size=3"]),
+        (["--arch", "gmlp_lm_tiny", "--world-size", "3"], ["--world-size has no effect for gmlp_lm_tiny"]),
         (["--path", "nowhere.pt"], ["nowhere.pt"]),
         (["--path", "nowhere.pt", "--experts", "8"], ["--experts", "--arch"]),
         (["--arch", "smlp_tiny", "--json", "no/such/folder/x"], ["--json no/such/folder/x"]),

@@ -277,7 +277,7 @@ TINY = ["costs", "--arch", "smlp_tiny", "--tokens", "8", "--experts", "4", "--ba
 
 def test_the_command_on_two_processes(tmp_path):
     trace, report = tmp_path / "trace.json", tmp_path / "costs.json"
-    options = ["--nproc", "2", "--trace", trace, "--json", report]
+    options = ["--npr", "2", "--trace", trace, "--json", report]  # as argparse allows
     run = run_python("-m", "smlp", *TINY, *options, timeout=100)
     assert run.rc == 0 and run.stderr == "", run.stderr
     assert "smlp_tiny: 2 ranks on cpu, 2 of 4 experts on each; 1 x 8 tokens on each\n" in run.stdout

@@ -101,6 +101,11 @@ def test_the_grid_is_the_papers(asked, tmp_path):
     assert plan.data.task == "SQuAD v2.0"
 
 
+def test_an_encoder_may_have_other_blocks_than_its_architecture(asked, tmp_path):
+    plan = asked(encoder=write_encoder(tmp_path / "other", "bert_mlm_tiny", dense_block="gmlp"))
+    assert "--dense-block gmlp" in " ".join(plan.words(plan.runs()[0], tmp_path))
+
+
 def test_every_value_can_be_given(asked):
     plan = asked(
         *("--lr", "1e-4", "3e-4", "--batch-size", "8", "--epochs", "3", "--seeds", "7", "--warmup", "0"),
@@ -149,6 +154,7 @@ def test_metrics_are_those_of_glue(asked, tmp_path, task, classes, metric, optio
         (["--train-options=--lr=3"], "--train-options --lr=3"),
         (["--train-options=--dropout=0.3"], "--train-options --dropout=0.3"),
         (["--train-options", "--optimizer sgd"], "--train-options --optimizer: smlp finetune sets this itself"),
+        (["--train-options=-a bert_mlm_tiny"], "--train-options -a: smlp finetune sets this itself"),
         (["--train-options", "--update-freq 4"], "--train-options --update-freq: smlp finetune sets this itself"),
         (["--train-options", "'"], "No closing quotation"),
         (["--train-options=--no-such-option"], "--no-such-option"),

@@ -214,6 +214,8 @@ def test_wrong_options_and_data_are_one_sentence(data, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             SquadTask.setup_task(SquadConfig(**{"data": str(data[0]), "seed": 1, **options}))
+    with pytest.raises(UserError, match=r"gold.json: a file of another kind exists already"):
+        task_on(data, predictions_file=str(tmp_path / "{subset}.json")).load_dataset("gold")
     with pytest.raises(UserError, match=r"there is no file .*test\.npz"):
         task_on(data).load_dataset("test")
     with pytest.raises(UserError, match="--max-positions 8 leaves no room for a context"):

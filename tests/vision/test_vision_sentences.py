@@ -364,6 +364,7 @@ def test_values_that_timm_fails_with(digits, capsys):
         (["--opt-betas", "1", "2"], "--opt-betas 1 2: two betas or more from 0 to below 1 are needed"),
         (["--opt", "adahessian"], "--opt adahessian needs second derivatives, which training does not compute"),
         (["--opt-betas", "0.9"], "--opt-betas 0.9: two betas or more from 0 to below 1 are needed"),
+        (["--opt-betas", "0.9", "0.99", "0.8"], "--opt-betas 0.9 0.99 0.8: --opt adamw takes 2 betas"),
         (["--opt", "sgd", "--opt-betas", "0.1", "0.2"], "--opt-betas has no effect with --opt sgd"),
         (["--opt", "sgd", "--opt-eps", "0.1"], "--opt-eps has no effect with --opt sgd"),
         (["--momentum", "0.2"], "--momentum has no effect with --opt adamw"),

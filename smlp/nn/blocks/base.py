@@ -135,6 +135,8 @@ class BlockKind(ModelPart):
     has_feature_moe: ClassVar[bool] = False
     #: whether it has matrices over positions, initialised as ``spatial_init_scale`` says
     has_spatial_weights: ClassVar[bool] = False
+    #: whether ``num_heads`` changes it
+    has_heads: ClassVar[bool] = True
     #: whether its experts of tokens see the other tokens of a sequence, which ``base_shuffle`` would send elsewhere
     keeps_sequences_whole: ClassVar[bool] = False
     #: whether it can have its layer norms after the sublayers (``layer_norm=after``)

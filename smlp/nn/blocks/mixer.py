@@ -71,6 +71,7 @@ class Mixer(BlockKind):
     """A network over the positions, and a feed-forward network; for encoders only."""
 
     settings = MixerSettings
+    has_heads = False
 
     def check(self, config: ModelConfig) -> None:
         require(config.is_bidirectional, "mixer blocks mix all positions: they need direction=bidirectional")
