@@ -34,7 +34,7 @@ def source_files(root: Path) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS)
         for name in sorted(names):
-            if name.endswith(".py"):
+            if name.endswith(".py") and (Path(folder) / name).is_file():
                 yield Path(folder) / name
 
 
@@ -42,7 +42,8 @@ def docstrings(source: bytes) -> list[str]:
     """Return the docstrings of one source file in order, dedented.
 
     These are the docstrings of modules, classes and functions, and strings passed to a documentation setter such as
-    ``add_newdoc``. A file that is not valid Python (a template, a file for another version) has none.
+    ``add_newdoc``; definitions in ``except`` blocks and cases of ``match`` are left out. A file that is not valid
+    Python (a template, a file for another version) has none, nor has one without a triple quote.
     """
     if b'"""' not in source and b"'''" not in source:
         return []

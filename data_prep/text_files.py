@@ -8,11 +8,11 @@ text is in two. :mod:`data_prep.corpus` describes the files written.
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections import Counter
 from pathlib import Path
 
 from data_prep.corpus import SPLITS, Document, Splits, assert_disjoint, build_corpus, write_corpus
+from data_prep.flow.streams import sha256_of
 from smlp.cli.main import guarded
 from smlp.errors import UserError
 from smlp.files import read_bytes
@@ -95,7 +95,7 @@ def build(out: Path, paths: list[Path]) -> dict:
     for path in paths:
         text = read_text(path)
         documents += documents_of(text, str(path))
-        described.append({"name": str(path), "sha256": hashlib.sha256(text.encode()).hexdigest(), "chars": len(text)})
+        described.append({"name": str(path), "sha256": sha256_of(path), "chars": len(text)})
     num_paragraphs = sum(len(document.paragraphs) for document in documents)
     names = ", ".join(map(str, paths))
     if num_paragraphs < MIN_PARAGRAPHS:

@@ -347,13 +347,10 @@ def copy_whole(source: str | Path, target: str | Path) -> None:
 
     Raises:
         UserError: the copy cannot be written.
+        OSError: the source cannot be read.
     """
-
-    def write(file: BinaryIO) -> None:
-        with open(source, "rb") as original:
-            shutil.copyfileobj(original, file, 1 << 20)
-
-    write_whole(target, write)
+    with open(source, "rb") as original:
+        write_whole(target, lambda file: shutil.copyfileobj(original, file, 1 << 20))
 
 
 def write_whole(target: str | Path, content: bytes | Callable[[BinaryIO], object]) -> None:

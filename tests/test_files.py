@@ -19,6 +19,7 @@ from smlp.cli.json_file import check_output, write_json, write_json_lines
 from smlp.errors import UserError
 from smlp.files import (
     check_writable,
+    copy_whole,
     is_locked,
     locked,
     name_below,
@@ -190,6 +191,12 @@ def test_without_locks_a_warning_is_all(tmp_path: Path, monkeypatch, caplog) -> 
     with locked(tmp_path, "run"), locked(tmp_path, "run"):
         assert not is_locked(tmp_path)
     assert "cannot be locked (Operation not supported)" in caplog.text
+
+
+def test_a_copy_of_what_is_not_there_names_the_source(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="gone"):
+        copy_whole(tmp_path / "gone", tmp_path / "copy")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_write_names_the_file_and_leaves_the_older_one(tmp_path) -> None:

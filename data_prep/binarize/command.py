@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if not is_whole(run.out):
         (run.out / MANIFEST).unlink(missing_ok=True)
     finished = _encode(run, splits, job)
-    if (run.out / MANIFEST).is_file() and not is_whole(run.out, _inputs(finished)):  # an output is missing
+    if (run.out / MANIFEST).is_file() and not is_whole(run.out, _inputs(finished), settings):  # an output is missing
         (run.out / MANIFEST).unlink()
         finished = _encode(run, splits, job)
     missing = sum(done.missing for done in finished.values())

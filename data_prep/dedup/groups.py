@@ -124,10 +124,11 @@ def near_pairs(
     lookup = Lookup(signed, scheme.num_perm)
     for group in groups:
         documents = rows[int(edges[group]) : int(edges[group + 1]), 1].astype(np.int64)
-        key = documents[:ALL_PAIRS].tobytes()
-        if len(documents) <= ALL_PAIRS and key in looked_at:
-            continue
-        looked_at.add(key)
+        if len(documents) <= ALL_PAIRS:
+            key = documents.tobytes()
+            if key in looked_at:
+                continue
+            looked_at.add(key)
         for start in range(1, len(documents), GROUP):
             piece = np.concatenate((documents[:1], documents[start : start + GROUP]))
             found.update(alike(piece, lookup, threshold))

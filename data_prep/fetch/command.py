@@ -96,7 +96,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-space-check", action="store_true", help="begin even if the disk seems to be too small")
     add_run_options(parser, out_required=False)
     add_compression(parser)
-    add_number(parser, "--file-bytes", whole(1, MOST_BYTES), "start a new file after N bytes of text", 256 << 20)
+    add_number(parser, "--file-bytes", whole(1, MOST_BYTES), "start a new file after N bytes of documents", 256 << 20)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
         check_outside(one.run.out, one.source.paths)
     if args.dry_run:
         return _dry_run(wanted, args.json)
+    if args.json:
+        raise UserError(f"--json {args.json} would not be used: it is for --list, --show and --dry-run")
     if problem := not_writable(args.out):
         raise UserError(f"--out: {problem}")
     for one in wanted:

@@ -30,6 +30,10 @@ class DownloadFailed(Exception):
     """A file cannot be downloaded. The message is one sentence with its URL."""
 
 
+class NotThere(DownloadFailed):
+    """The server has no such file."""
+
+
 @dataclass(frozen=True)
 class RemoteFile:
     """A file to download."""
@@ -135,7 +139,7 @@ def download(
             failures += 1
             if failures >= patience.attempts:
                 raise DownloadFailed(f"{file.url}: {problem}; gave up after {failures} attempts") from None
-            wait = max(problem.wait, patience.first_wait * 2 ** (failures - 1))
+            wait = max(problem.wait, patience.first_wait * 2.0 ** min(failures - 1, 60))
             stop.wait(min(wait, patience.longest_wait))
     partial.keep_as(path)
 
@@ -203,7 +207,7 @@ def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int |
     problem = f"the server answers {status} {response.reason}".rstrip()
     if status in _TRY_AGAIN:
         raise _Passing(problem, _seconds(response.headers.get("Retry-After", "")))
-    raise DownloadFailed(f"{file.url}: {problem}")
+    raise (NotThere if status in (404, 410) else DownloadFailed)(f"{file.url}: {problem}")
 
 
 def _version_of(headers: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.fetch.source import Hub
-from data_prep.flow.documents import Loss, ReadSettings, Record, document_of_row, in_json
+from data_prep.flow.documents import Loss, ReadSettings, Record, document_of_row, in_json, too_long_for
 from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import from_extra
 from data_prep.flow.workers import PartFailed
@@ -57,18 +57,21 @@ def rows(hub: Hub, shard: int, num_shards: int, part: FilePart, reading: ReadSet
                 continue
             group.append(piece)
             if len(group) == hub.rows_per_document:
-                yield _joined(group)
+                yield _joined(group, reading, f"{label}, row {number - len(group)}")
                 group = []
     except (UserError, PartFailed):
         raise
     except Exception as error:  # network errors of several libraries, after their own retries
         raise PartFailed(f"{label}: broke off after {number:,} rows: {_sentence(error)}") from error
     if group:
-        yield _joined(group)
+        yield _joined(group, reading, f"{label}, row {number - len(group)}")
 
 
-def _joined(group: list[Record]) -> Record:
-    return replace(group[0], text="\n".join(record.text for record in group))
+def _joined(group: list[Record], reading: ReadSettings, where: str) -> Record | Loss:
+    text = "\n".join(record.text for record in group)
+    if len(text.encode("utf-8", "surrogatepass")) > reading.max_bytes:
+        return Loss(too_long_for(reading), where)
+    return replace(group[0], text=text)
 
 
 def _opened(hub: Hub) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
-from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download, from_json
+from data_prep.fetch.download import DownloadFailed, NotThere, Patience, RemoteFile, download, from_json
 from data_prep.fetch.source import Listing, Source
 from data_prep.flow.streams import COMPRESSIONS, DamagedFile, open_stream, read_json, suffix_of, write_bytes
 from smlp.errors import UserError
@@ -20,6 +20,10 @@ KEPT = "listing.json"
 _OWN_NAMES = (KEPT, "shards.json")
 _DATE_LINK = re.compile(r'href="(\d{4}-?\d{2}-?\d{2})/?"')
 _MONTH = re.compile(r"(\d{4})-(0[1-9]|1[0-2])")
+
+
+class _NotComplete(UserError):
+    """A list that is not there yet, or not finished."""
 
 
 def kept_files(source: Source, options: dict[str, str], folder: Path) -> list[RemoteFile] | None:
@@ -67,7 +71,7 @@ def _latest(listing: Listing, options: dict[str, str], folder: Path, patience: P
     for date in dates:
         try:
             return _listed(listing, {**options, "date": date}, folder, patience)
-        except UserError as error:
+        except _NotComplete as error:
             problem = str(error)
     raise UserError(f"no complete files for date=latest: {problem}")
 
@@ -104,7 +108,7 @@ def _dumpstatus(text: str, url: str, listing: Listing) -> list[RemoteFile]:
         job = json.loads(text)["jobs"][listing.job]
         status, rows = job["status"], job.get("files", {})
         if status != "done":
-            raise UserError(f"{url}: the job {listing.job!r} is not finished there, its status is {status!r}")
+            raise _NotComplete(f"{url}: the job {listing.job!r} is not finished there, its status is {status!r}")
         return [
             RemoteFile(urljoin(url, row["url"]), "", row["size"], ("sha1", row["sha1"]) if row.get("sha1") else None)
             for _, row in sorted(rows.items(), key=lambda item: _numbers_apart(item[0]))
@@ -153,6 +157,8 @@ def _text(url: str, folder: Path, patience: Patience) -> str:
         download(RemoteFile(url, name), path, patience)
         with open_stream(path) as stream:
             return stream.read().decode("utf-8")
+    except NotThere as error:
+        raise _NotComplete(str(error)) from None
     except DownloadFailed as error:
         raise UserError(str(error)) from None
     except (DamagedFile, UnicodeDecodeError) as error:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +202,9 @@ class Writer:
 
     def write(self, pieces: Iterator[Record | Loss | Defect]) -> PartResult:
         """Write the remaining documents; the result covers all of them."""
-        for _ in islice(pieces, self._read):
-            pass
+        left = self._read
+        while left > 0 and (piece := next(pieces, None)) is not None:
+            left -= not isinstance(piece, Defect)  # a document that was slow has one, and may be fast now
         lines = self._lines(pieces)
         for line in lines:
             path = self._out / f"{self._name}-{len(self._outputs):05d}.jsonl{self._suffix}"
@@ -225,7 +225,7 @@ class Writer:
             if isinstance(piece, Record) and self._limit is not None and counts.kept == self._limit:
                 counts.other["parts cut short by --limit-documents"] += 1
                 return
-            self._read += 1
+            self._read += not isinstance(piece, Defect)
             if isinstance(piece, Defect):
                 self._defects.append({"problem": piece.problem, "where": piece.where})
             elif isinstance(piece, Loss):

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     done = run_parts(run, "encode", parts, work)
     if done.results is None:
         return report.waiting(done, "the splits")
-    if not is_whole(run.out, done.inputs):
+    if not is_whole(run.out, done.inputs, settings):
         splits = {part.name: result.facts for part, result in zip(parts, done.results, strict=True)}
         names = [f"input{number}" for number in range(len(task.columns))]
         outputs = [

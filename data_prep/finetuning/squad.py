@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     done = run_parts(run, "encode", parts, functools.partial(encode_split, tokenizer=args.tokenizer))
     if done.results is None:
         return report.waiting(done, "the splits")
-    if not is_whole(run.out, done.inputs):
+    if not is_whole(run.out, done.inputs, settings):
         splits = {part.name: result.facts for part, result in zip(parts, done.results, strict=True)}
         outputs = [write_named(run.out, path.name, path.read_bytes()) for path in tokenizer_files(args.tokenizer)]
         results = [*done.results, PartResult(outputs, Counts())]
@@ -208,7 +208,9 @@ def encode_questions(questions: list[Question], tokenizer: Tokenizer, path: Path
         begin, end = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
         if offsets_N2[0, 0] >= end:
             raise UserError(f"{place}: its answer {text!r:.80} ends before the first token")
-        first = min(int(np.argmax(offsets_N2[:, 1] > begin)), len(offsets_N2) - 1)
+        if offsets_N2[-1, 1] <= begin:
+            raise UserError(f"{place}: its answer {text!r:.80} begins after the last token")
+        first = int(np.argmax(offsets_N2[:, 1] > begin))
         last = max(int(np.flatnonzero(offsets_N2[:, 0] < end)[-1]), first)
         inexact += question.context[offsets_N2[first, 0] : offsets_N2[last, 1]] != text.strip()
         answer_Q2.append((first, last))

@@ -178,7 +178,7 @@ def _json_lines(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterato
             return
         where = f"{part.path}:{offset}"
         if line is None:
-            yield Loss("cut off by damage" if lines.broken_off else _too_long(reading), where)
+            yield Loss("cut off by damage" if lines.broken_off else too_long_for(reading), where)
             continue
         if not line.strip():
             continue
@@ -201,7 +201,7 @@ def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Rec
 
     def finished() -> Iterator[Record | Loss]:
         if too_long:
-            yield Loss(_too_long(reading), f"{part.path}:{first}")
+            yield Loss(too_long_for(reading), f"{part.path}:{first}")
         elif collected:
             yield _decoded(b"".join(collected), first, part)
 
@@ -215,9 +215,8 @@ def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Rec
         blank = line is not None and not line.strip()
         if mode == "line":
             if not blank:
-                yield (
-                    Loss(_too_long(reading), f"{part.path}:{offset}") if line is None else _decoded(line, offset, part)
-                )
+                where = f"{part.path}:{offset}"
+                yield Loss(too_long_for(reading), where) if line is None else _decoded(line, offset, part)
             continue
         if blank and mode == "blank":
             if not waiting:
@@ -247,7 +246,8 @@ def _decoded(content: bytes, offset: int, part: FilePart) -> Record | Loss:
     return Record(text.replace("\r\n", "\n").rstrip("\n"), f"{part.prefix}:{offset}", part.source)
 
 
-def _too_long(reading: ReadSettings) -> str:
+def too_long_for(reading: ReadSettings) -> str:
+    """Return the reason to drop a document that is longer than allowed."""
     return f"longer than {reading.max_bytes:,} bytes"
 
 
@@ -317,7 +317,7 @@ def document_of_row(row: dict[str, Any], number: int, part: FilePart, reading: R
     if not isinstance(text, str):
         return Loss(f"no text in field {reading.text_field!r}", where)
     if len(text.encode("utf-8", "surrogatepass")) > reading.max_bytes:
-        return Loss(_too_long(reading), where)
+        return Loss(too_long_for(reading), where)
     given, source = row.pop("id", None), row.pop("source", None)
     identity = f"{part.prefix}:{number}" if given is None else str(given)
     source = part.source if source is None else str(source)

@@ -137,12 +137,14 @@ def _serve(function: str, seconds: str, *packages: str) -> None:
     while True:
         try:
             arguments = pickle.load(sys.stdin.buffer)
+            signal.setitimer(signal.ITIMER_PROF, float(seconds))
+            answer = work(*arguments)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            pickle.dump(answer, answers)
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_PROF, float(seconds))
-        answer = work(*arguments)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        pickle.dump(answer, answers)
+        except MemoryError:  # a limit of this process; the document is lost as if the kernel had ended it
+            os.kill(os.getpid(), signal.SIGKILL)
         answers.flush()
 
 

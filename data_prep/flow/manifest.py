@@ -207,15 +207,17 @@ def output_paths(folder: Path, rows: Sequence[dict[str, Any]], named_by: Path) -
     return paths
 
 
-def is_whole(folder: Path, inputs: list[dict[str, Any]] | None = None) -> bool:
+def is_whole(folder: Path, inputs: list[dict[str, Any]] | None = None, settings: dict[str, Any] | None = None) -> bool:
     """Return whether a step is finished and all its files exist, each with the size in the manifest.
 
-    ``inputs`` are those that it must have been made from, as in the manifest; None allows any.
+    ``inputs`` and ``settings`` are those that it must have been made from; None allows any.
     """
     if not (folder / MANIFEST).is_file():
         return False
     manifest = read_manifest(folder)
     if inputs is not None and manifest["inputs"] != inputs:
+        return False
+    if settings is not None and manifest["settings"] != json.loads(json.dumps(settings)):
         return False
     rows = manifest["outputs"]
     paths = output_paths(folder, rows, folder / MANIFEST)

@@ -140,7 +140,7 @@ def _walk(place: Path) -> tuple[list[Path], list[Path]]:
             subfolders.clear()
             continue
         seen.add(real)
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         files += [Path(folder) / name for name in names if not name.endswith(PARTIAL)]
     files.sort()
     hidden = [path for path in files if path.name.startswith(".")]
@@ -166,7 +166,7 @@ def plan_parts(
     names: set[str] = set()
     for place, path in found:
         relative = path.relative_to(place) if place.is_dir() else Path(path.name)
-        stem = "--".join([*relative.parent.parts, name_of(path)])
+        stem = "--".join([*relative.parent.parts, name_of(path).lstrip(".") or "file"])  # no hidden outputs
         source = place.resolve().name if place.is_dir() else name_of(path)
         size = path.stat().st_size
         cuttable = path.suffix.lower() == ".jsonl" or (path.suffix.lower() == ".txt" and cut_text)

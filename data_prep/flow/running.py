@@ -106,7 +106,7 @@ def begin(
                     f"{run.out} holds work of 'smlp data {found['step']}' with other settings "
                     f"({_difference(found, wanted)}): name another --out, or add --restart to delete that work"
                 )
-            with _lock(replace(run, share=(0, 1))):
+            with locked(replace(run, share=(0, 1))):
                 _throw_away(run.out)
     elif holds_files:
         raise UserError(f"--out {run.out} holds other files: name a new or empty folder")
@@ -179,7 +179,7 @@ def run_parts(
         raise UserError(f"nothing to do for {run.out}: no input")
     state = run.out / STATE / phase
     state.mkdir(parents=True, exist_ok=True)
-    with _lock(run):
+    with locked(run):
         index, number = run.share
         mine = [part for position, part in enumerate(parts) if position % number == index]
         key = _key(depends)
@@ -228,7 +228,7 @@ def _no_link(path: str, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def _lock(run: StepRun) -> Iterator[None]:
+def locked(run: StepRun) -> Iterator[None]:
     """Lock the folder for one command, or for several shares of it, each of them once."""
     index, number = run.share
     state = run.out / STATE

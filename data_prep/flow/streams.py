@@ -116,7 +116,12 @@ class _ZstdFrames:
                 return b""
             if self._frame is None:
                 self._frame = self._zstandard.ZstdDecompressor().decompressobj()
-            self._ready = memoryview(self._frame.decompress(compressed))
+            try:
+                self._ready = memoryview(self._frame.decompress(compressed))
+            except self._zstandard.ZstdError as error:
+                if "too much memory" not in str(error):
+                    raise
+                raise EOFError("its window is above 128 MiB: compress it again without zstd's --long") from error
             if self._frame.eof:
                 self._input, self._frame = self._frame.unused_data, None
         content, self._ready = self._ready[:num_bytes], self._ready[num_bytes:]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.flow.manifest import MANIFEST, read_manifest
+from data_prep.flow.manifest import MANIFEST, output_paths, read_manifest
 from data_prep.flow.streams import sha256_of
 from data_prep.inspecting.token_file import TokenFile
 from smlp.errors import UserError
@@ -187,8 +187,8 @@ def _manifest_problems(
     for name in found.files:
         if f"{name}.bin" not in listed:
             yield f"{folder / name}.bin is not in the manifest"
-    for row in manifest["outputs"]:
-        path = folder / row["name"]
+    paths = output_paths(folder, manifest["outputs"], folder / MANIFEST)
+    for row, path in zip(manifest["outputs"], paths, strict=True):
         if not path.is_file():
             if f"{path} is missing" not in found.problems:
                 yield f"{path} is missing, but the manifest lists it"

@@ -22,7 +22,7 @@ from smlp.text.tokenizer_files import find_tokenizer
 
 DESCRIPTION = """show what binary data contain, and verify them
 
-Reads every token once: counts, lengths of documents, most frequent symbols, unknown ones; checks that every file opens,
+Reads every token: counts, lengths of documents, most frequent symbols, unknown ones; checks that every file opens,
 that sizes and positions in .idx fit .bin, that every line ends in </s> and the last document is complete, that all ids
 are in the dictionary, and that all is as the manifest says. Exit status 1 and a line for each check that fails."""
 EPILOG = """examples:

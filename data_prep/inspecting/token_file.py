@@ -133,9 +133,10 @@ class TokenFile:
                 where = line + int(wrong[0])
                 yield f"{self.prefix}.bin: line {where} ends in the id {last_L[wrong[0]]}, not in </s> ({end})"
                 break
-        largest = max(int(block.max()) for block in self.token_blocks())
-        if largest >= vocab_size:
-            yield f"{self.prefix}.bin holds the id {largest}, but the dictionary has {vocab_size} symbols"
+        bounds = [(int(block.min()), int(block.max())) for block in self.token_blocks()]
+        for token in sorted({min(least for least, _ in bounds), max(most for _, most in bounds)}):
+            if not 0 <= token < vocab_size:
+                yield f"{self.prefix}.bin holds the id {token}, but the dictionary has {vocab_size} symbols"
         if needs_document_end and self.lengths[-1] != 1:
             yield f"{self.prefix}.bin does not end with a document: its last line has {self.lengths[-1]} tokens, not 1"
 

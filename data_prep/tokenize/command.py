@@ -21,7 +21,7 @@ from data_prep.flow.options import (
     reading_of,
     run_of,
 )
-from data_prep.flow.running import Report, begin, run_parts
+from data_prep.flow.running import Report, begin, locked, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
 from data_prep.tokenize.measuring import check_lossless, count_pieces, round_trip
 from data_prep.tokenize.models import (
@@ -97,20 +97,21 @@ def run(args: argparse.Namespace) -> int:
     work = partial(
         sample_part, reading=reading_of(args), num_bytes=args.sample_bytes, total=max(total, 1), seed=args.seed
     )
-    done = run_parts(run, "draw", parts, work)
+    done = run_parts(run, "draw", parts, work, depends=total)  # which decides the share of each part
     if done.results is None:
         return end.waiting(done, "the sample")
-    if not is_whole(run.out, done.inputs):
-        files = [run.out / output["name"] for result in done.results for output in result.outputs]
-        sample, counts = Sample.of(files, args.sample_bytes), Counts()
-        for result in done.results:
-            counts.add(result.counts)
-        leave_out(counts, sample.num_drawn - len(sample.numbers))
-        if not run.quiet and not args.encoder_json:
-            print("learning from the sample ...", file=sys.stderr)
-        outputs, facts = _write(run.out, args, make, sample.lines, counts)
-        results = [PartResult(outputs, Counts()), *(replace(result, outputs=[]) for result in done.results)]
-        write_manifest(run.out, "tokenizer", settings, done.inputs, results, facts, counts)
+    if not is_whole(run.out, done.inputs, settings):
+        with locked(run):
+            files = [run.out / output["name"] for result in done.results for output in result.outputs]
+            sample, counts = Sample.of(files, args.sample_bytes), Counts()
+            for result in done.results:
+                counts.add(result.counts)
+            leave_out(counts, sample.num_drawn - len(sample.numbers))
+            if not run.quiet and not args.encoder_json:
+                print("learning from the sample ...", file=sys.stderr)
+            outputs, facts = _write(run.out, args, make, sample.lines, counts)
+            results = [PartResult(outputs, Counts()), *(replace(result, outputs=[]) for result in done.results)]
+            write_manifest(run.out, "tokenizer", settings, done.inputs, results, facts, counts)
     manifest = read_manifest(run.out, "tokenizer")
     return end.finished(manifest, *_lines(manifest))
 

@@ -108,6 +108,11 @@ class SquadSplit:
                 raise ValueError(f"{name}_starts do not cover {len(tokens)} tokens")
             if tokens.min() < 0 or tokens.max() >= vocab_size:
                 raise ValueError(f"the dictionary has {vocab_size} symbols, but {name}_tokens has {tokens.max()}")
+        lengths = np.diff(self.context_starts)
+        if np.any((self.context_of_question < 0) | (self.context_of_question >= num_contexts)):
+            raise ValueError(f"there are {num_contexts} contexts, but a question has another one")
+        if np.any((self.answer_tokens < NO_ANSWER) | (self.answer_tokens >= lengths[self.context_of_question, None])):
+            raise ValueError("an answer ends outside of its context")
         if len(self.answers) != num_questions or not num_questions:
             raise ValueError(f"{num_questions} ids, {len(self.answers)} answers")
 

@@ -23,7 +23,7 @@ from data_prep.flow.documents import Defect, Loss, ReadSettings, Record, read
 from data_prep.flow.manifest import SETTINGS, STATE, Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.options import run_of
 from data_prep.flow.parts import FilePart, find_files, plan_parts, report_left_out
-from data_prep.flow.running import StepRun, _lock, begin, is_done, run_parts
+from data_prep.flow.running import StepRun, begin, is_done, locked, run_parts
 from data_prep.flow.streams import DamagedFile, json_line, open_stream, write_bytes, write_stream
 from data_prep.flow.workers import PartFailed
 from smlp.errors import UserError
@@ -294,7 +294,8 @@ def test_what_a_little_zstd_becomes_is_handed_out_in_pieces(tmp_path):
 def test_a_helper_is_replaced_where_a_document_takes_too_long_or_crashes_it():
     work = limits.Helper("fetch_data:answer", 0.3)
     try:
-        for word, message in (("stall", "took more than 0.3 s"), ("crash", "crashed on it"), ("stall", "took more")):
+        failures = {"stall": "took more than 0.3 s", "crash": "crashed on it", "fill": "or ran out of memory"}
+        for word, message in (*failures.items(), ("stall", "took more")):
             assert work("hello") == "HELLO"
             with pytest.raises(limits.DocumentFailed, match=message):
                 work(word)
@@ -549,7 +550,7 @@ def test_a_folder_of_other_work_is_not_touched(source, tmp_path):
     (tmp_path / "new" / STATE / "lock").symlink_to(letter)
     with pytest.raises(UserError, match="is a link: no step made it"):
         run_upper(source, StepRun(tmp_path / "new", quiet=True))
-    with pytest.raises(OSError, match="symbolic links"), _lock(StepRun(tmp_path / "new", quiet=True)):
+    with pytest.raises(OSError, match="symbolic links"), locked(StepRun(tmp_path / "new", quiet=True)):
         pass
     shutil.rmtree(tmp_path / "new" / STATE)
     (tmp_path / "new" / STATE).symlink_to(letter.parent)
@@ -693,14 +694,14 @@ def test_shares_that_begin_together_do_not_meet(source, tmp_path):
 def test_a_share_keeps_the_whole_command_out_and_the_other_way_round(source, tmp_path):
     out = tmp_path / "out"
     begin(StepRun(out), "upper", {})
-    with _lock(StepRun(out, share=(0, 2))):
-        with _lock(StepRun(out, share=(1, 2))):
+    with locked(StepRun(out, share=(0, 2))):
+        with locked(StepRun(out, share=(1, 2))):
             pass
-        with pytest.raises(UserError, match="another command"), _lock(StepRun(out)):
+        with pytest.raises(UserError, match="another command"), locked(StepRun(out)):
             pass
         with pytest.raises(UserError, match="another command"):
             begin(StepRun(out), "upper", {"seed": 2}, restart=True)
-    with _lock(StepRun(out)), pytest.raises(UserError, match="another command"), _lock(StepRun(out, share=(1, 2))):
+    with locked(StepRun(out)), pytest.raises(UserError, match="another command"), locked(StepRun(out, share=(1, 2))):
         pass
 
 

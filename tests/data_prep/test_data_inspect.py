@@ -191,6 +191,15 @@ def other_counts(data):
     (data / "manifest.json").write_text(json.dumps(said))
 
 
+def a_negative_id(data):
+    """In a type that other tools may have written."""
+    index, path = (data / "shard00" / f"valid.{kind}" for kind in ("idx", "bin"))
+    content = bytearray(index.read_bytes())
+    content[17] = 3  # int16
+    index.write_bytes(bytes(content))
+    write_at(path, 0, struct.pack("<h", -3))
+
+
 def a_file_more(data):
     for kind in ("bin", "idx"):
         shutil.copy(data / "shard00" / f"valid.{kind}", data / "shard01" / f"more.{kind}")
@@ -200,6 +209,7 @@ def a_file_more(data):
     ("damage", "words"),
     [
         (spoil_id, "shard01/train.bin holds the id 5000, but the dictionary has 5"),
+        (a_negative_id, "shard00/valid.bin holds the id -3, but the dictionary has 5"),
         (spoil_end, "shard01/train.bin: line 0 ends in the id 7, not in </s> (2)"),
         (spoil_document_end, "shard01/train.bin does not end with a document: its last line has"),
         (spoil_pointer, "begins at byte 3, but the lines before it end at"),
@@ -280,6 +290,14 @@ def test_a_damaged_manifest_is_named(data, capsys, name, value):
     (data / "manifest.json").write_text(json.dumps({**manifest, name: value}))
     assert inspect(data, "--verify") == 1
     assert "manifest.json is damaged" in capsys.readouterr().err
+
+
+def test_a_manifest_names_no_file_elsewhere(data, capsys):
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["outputs"][0]["name"] = "../secret"
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    assert inspect(data, "--verify") == 1
+    assert "'../secret'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]"])

@@ -136,6 +136,11 @@ BAD = {
         set_in(first_question(data), "answers", [{"text": "\ufffd", "answer_start": 0}]),
         set_in(first_paragraph(data), "context", "\ufffd " + RIVER),
     ),
+    "its answer '\ufffd' begins after the last token": lambda data: (
+        set_in(first_paragraph(data), "qas", [first_question(data)]),
+        set_in(first_question(data), "answers", [{"text": "\ufffd", "answer_start": len(RIVER) + 1}]),
+        set_in(first_paragraph(data), "context", RIVER + " \ufffd"),
+    ),
     "its question has no token": lambda data: set_in(first_question(data), "question", "  "),
     "lone surrogate": lambda data: set_in(first_question(data), "question", "a \ud800"),
 }

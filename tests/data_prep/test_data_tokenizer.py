@@ -146,6 +146,26 @@ def test_the_same_text_gives_the_same_files(corpus, tmp_path):
     assert manifest_of(tmp_path / "one")["counts"]["documents_in"] == 150
 
 
+def test_a_file_that_grew_gives_the_sample_of_a_fresh_run(corpus, tmp_path):
+    size = ("--sample-bytes", 4000, "--vocab-size", 60)
+    assert learn("--in", corpus, "--out", tmp_path / "one", *size) == 0
+    (corpus / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(2000, 5)))
+    for name in ("one", "two"):
+        assert learn("--in", corpus, "--out", tmp_path / name, *size) == 0
+    first, second = ((tmp_path / name / "sentencepiece.model").read_bytes() for name in ("one", "two"))
+    assert first == second
+
+
+def test_a_result_of_other_settings_is_not_taken_for_this_one(corpus, tmp_path):
+    """As when two commands worked in one folder."""
+    assert learn("--in", corpus, "--out", tmp_path / "one", "--vocab-size", 60) == 0
+    manifest = manifest_of(tmp_path / "one")
+    manifest["settings"]["vocab_size"] = 70
+    (tmp_path / "one" / "manifest.json").write_text(json.dumps(manifest))
+    assert learn("--in", corpus, "--out", tmp_path / "one", "--vocab-size", 60) == 0
+    assert manifest_of(tmp_path / "one")["settings"]["vocab_size"] == 60
+
+
 def test_what_sentencepiece_changes_is_reported(tmp_path):
     long = "The stone. " * 6000 + "The house."
     text = "\n".join([*sentences(60, 1), "The ﬁrst  stone.", " The stone.", long])

@@ -15,9 +15,10 @@ from file_server import cut_after, first, serving, status
 
 from data_prep.fetch import sequence, wanted
 from data_prep.fetch.sequence import Writer
-from data_prep.fetch.source import built_in
-from data_prep.flow.documents import Record
+from data_prep.fetch.source import Hub, built_in
+from data_prep.flow.documents import Failure, Loss, ReadSettings, Record, with_defect
 from data_prep.flow.manifest import read_manifest
+from data_prep.flow.parts import FilePart
 
 
 @pytest.fixture
@@ -105,6 +106,14 @@ def test_a_date_that_is_not_finished_and_a_job_that_is_not_there(server, wiki, t
     assert "is not the status of a dump with the job 'abstracts'" in capsys.readouterr().err
     assert run(wiki, "--set", "date=20250101", "--out", tmp_path / "other", *QUICK) == 1
     assert "dumpstatus.json: the server answers 404" in capsys.readouterr().err
+
+
+def test_the_latest_date_is_not_one_before_a_list_that_cannot_be_read_now(server, wiki, tmp_path, capsys):
+    server.faults["xwiki/20260201/dumpstatus.json"] = lambda handler, content: handler.answer(503, b"") or True
+    assert run(wiki, "--out", tmp_path / "out", *QUICK, "--attempts", "1") == 1
+    assert "dumpstatus.json: the server answers 503" in capsys.readouterr().err
+    del server.files["xwiki/20260201/dumpstatus.json"]
+    assert run(wiki, "--out", tmp_path / "out", *QUICK) == 0
 
 
 def news_source(server, folder):
@@ -230,6 +239,23 @@ def test_a_shorter_file_leaves_nothing_of_the_longer_one(tmp_path):
         assert len(texts(out)) == number and all(text.startswith(edition) for text in texts(out))
 
 
+def test_a_document_that_is_slow_only_once_hides_no_other(tmp_path):
+    def some(is_slow, breaks):
+        for number in range(6):
+            if number == 1 and is_slow:
+                yield from with_defect(Failure("took more than 1 s of CPU time", "a"))
+                continue
+            if number == 3 and breaks:
+                raise ZeroDivisionError
+            yield Record(f"document {number}", str(number), "x")
+
+    with pytest.raises(ZeroDivisionError):
+        Writer(tmp_path, "a", "key", ".gz", 1, None).write(some(is_slow=True, breaks=True))
+    result = Writer(tmp_path, "a", "key", ".gz", 1, None).write(some(is_slow=False, breaks=False))
+    assert [piece.text for piece in documents(tmp_path)] == [f"document {number}" for number in (0, 2, 3, 4, 5)]
+    assert (result.counts.kept, result.counts.documents_in, len(result.defects)) == (5, 6, 1)
+
+
 def test_a_file_that_changed_on_the_server_is_void(server, tmp_path, capsys):
     source, out = books_source(server, tmp_path), tmp_path / "out"
     assert run(source, "--out", out, *QUICK) == 0
@@ -322,6 +348,12 @@ def test_a_dataset_through_datasets(tmp_path, capsys):
     assert found[5].id == "train-00001-of-00003:1"
     manifest = read_manifest(next(path for path in out.iterdir() if path.name != ".raw"))
     assert manifest["counts"]["dropped"] == {"no text in field 'body'": 3} and len(manifest["outputs"]) == 3
+    hub = Hub(str(folder), split="train", rows_per_document=2)
+    part, reading = FilePart(tmp_path, "a", "x"), ReadSettings(text_field="body", max_bytes=20)
+    joined = list(sequence.hub.rows(hub, 0, 3, part, reading))
+    assert [type(piece) for piece in joined] == [Record, Record, Loss], "two texts are 19 bytes, a missing one is lost"
+    short = ReadSettings(text_field="body", max_bytes=18)
+    assert [piece.reason for piece in sequence.hub.rows(hub, 0, 3, part, short)][:2] == ["longer than 18 bytes"] * 2
     assert run(f"hf:{folder}", "--out", tmp_path / "new", *QUICK) == 1
     assert "no column 'text'; there are body, stars" in capsys.readouterr().err
     joined = source_file(tmp_path, "joined", f'text_field = "body"\n[hub]\nname = "{folder}"\nrows_per_document = 3\n')

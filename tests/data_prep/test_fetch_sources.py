@@ -67,6 +67,7 @@ def test_list_and_show(capsys, tmp_path):
         (["wikipedia", "--set", "month=3", "--out", "x"], "there are wikipedia.wiki, wikipedia.date"),
         (["wikipedia", "--limit-files", "0", "--out", "x"], "--limit-files must be at least 1, got 0"),
         (["wikipedia", "--timeout", "0", "--out", "x"], "--timeout must be above 0"),
+        (["wikipedia", "--out", "x", "--json", "f"], "--json f would not be used: it is for --list, --show"),
     ],
 )
 def test_what_a_user_gets_wrong(words, message, capsys, tmp_path, monkeypatch):

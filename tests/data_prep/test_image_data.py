@@ -111,6 +111,8 @@ def test_a_package_becomes_folders_of_classes(packed, tmp_path, capsys):
     assert facts["images"] == {"train": 20, "validation": 4}
     mean = splits["train"][0].reshape(-1, len(facts["mean"])).mean(axis=0) / 255
     assert facts["mean"] == pytest.approx(mean, abs=1e-4)
+    deviation = (splits["train"][0].reshape(-1, len(facts["mean"])) / 255).std(axis=0)
+    assert facts["std"] == pytest.approx(deviation, abs=1e-4)
     printed = capsys.readouterr().out
     assert f"licence: {images.SOURCES[name].licence}" in printed
     assert f"--img-size {splits['train'][0].shape[1]} " in printed

@@ -190,6 +190,7 @@ else:
 
 
 def test_tests_and_vendored_folders_are_not_read(tmp_path):
+    (tmp_path / ".#lost.py").symlink_to(tmp_path / "nowhere")
     for name in ("b.py", "a/x.py", "a/tests/t.py", "a/_vendor/v.py", "a/data.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")

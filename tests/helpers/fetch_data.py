@@ -109,6 +109,8 @@ def answer(word: str) -> str:
             pass
     if word == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if word == "fill":
+        raise MemoryError
     if word == "leave":
         os._exit(7)
     return word.upper()

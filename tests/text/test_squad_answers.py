@@ -87,6 +87,11 @@ def test_a_split_comes_back_from_its_files(tmp_path):
             SquadSplit.load(tmp_path, "valid", vocab_size)
         for path, old in before.items():
             path.write_bytes(old)
+    for name, value in (("context_of_question", [0, 5]), ("context_of_question", [0, -1]), ("answer_tokens", None)):
+        arrays = {**files["npz"], name: np.array(value)} if value else {**files["npz"], name: files["npz"][name] + 90}
+        np.savez(tmp_path / "valid.npz", **arrays)
+        with pytest.raises(UserError, match="are damaged, or not from"):
+            SquadSplit.load(tmp_path, "valid", 100)
     with pytest.raises(UserError, match=r"there is no file .*test\.npz"):
         SquadSplit.load(tmp_path, "test", 100)
 
