@@ -77,19 +77,24 @@ def without(module: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def ablate(decoder: Decoder, tokens: torch.Tensor, say: Callable[[str], None]) -> list[tuple[str, str, float]]:
+def ablate(
+    decoder: Decoder, tokens: torch.Tensor, start_token: int, say: Callable[[str], None]
+) -> list[tuple[str, str, float]]:
     """Return rows of block, part and nats per token lost without it; the first is the model's own loss, block ''.
 
-    Positions of a prefix, which only choose experts, do not count.
+    Positions of a prefix, which only choose experts, do not count. Blocks without a known part are named.
     """
-    whole = block_nll(decoder, tokens)
+    whole = block_nll(decoder, tokens, start_token)
     rows = [("", "the whole model", whole)]
     say(f"{'the whole model':<40}{whole:>10.4f} nats per token")
     for block, what, module in parts(decoder):
         with without(module):
-            lost = block_nll(decoder, tokens) - whole
+            lost = block_nll(decoder, tokens, start_token) - whole
         rows.append((block, what, lost))
         say(f"{block:<12}without {what:<20}{lost:>+10.4f}")
+    seen = {block for block, *_ in rows}
+    if left := [f"blocks.{number}" for number in range(len(decoder.blocks)) if f"blocks.{number}" not in seen]:
+        say(f"not ablated, because their parts are unknown here: {', '.join(left)}")
     return rows
 
 
@@ -106,7 +111,7 @@ def main() -> None:
         raise UserError(f"--limit-tokens must be at least 1, got {options.limit_tokens}")
     model = load_language_model(options.path, options.data / "dict.txt", what="ablate_sublayers.py")
     tokens = read_fairseq_tokens(options.data / options.subset).tokens[: options.limit_tokens]
-    ablate(model.decoder, torch.from_numpy(tokens), print)
+    ablate(model.decoder, torch.from_numpy(tokens), model.start_token, print)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from smlp.launch.machine import SPIN_COUNT
 
-if "neighbour" in sys.argv:  # what the smlp command sets next to busy programs; torch reads it when it is imported
+# what the smlp command sets next to busy programs; torch reads it when it is imported
+if any(word.endswith("neighbour") for word in sys.argv):
     os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 import torch

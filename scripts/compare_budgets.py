@@ -43,6 +43,12 @@ def in_order(folders: Sequence[Path], subset: str | None) -> list[Results]:
             that is scored, the vocabulary, or the size of a model.
     """
     experiments = sorted((read_results(folder) for folder in folders), key=tokens_of)
+    known: dict[str, tuple[object, Path]] = {}
+    for experiment in experiments:
+        for what, value in _facts(experiment, subset).items():
+            first, folder = known.setdefault(what, (value, experiment.folder)) if value is not None else (None, None)
+            if first != value:
+                raise UserError(f"{folder} and {experiment.folder} cannot be compared: {what} is {first} and {value}")
     for one, other in itertools.pairwise(experiments):
         first, second = (max(model.config.prefix_tokens for model in some.models) for some in (one, other))
         if first != second:
@@ -52,10 +58,6 @@ def in_order(folders: Sequence[Path], subset: str | None) -> list[Results]:
             )
         if tokens_of(one) == tokens_of(other):
             raise UserError(f"{one.folder} and {other.folder} have the same budget, {tokens_of(one):,} tokens")
-        facts = _facts(one, subset), _facts(other, subset)
-        for what, value in facts[0].items():
-            if None not in (value, now := facts[1].get(what)) and value != now:
-                raise UserError(f"{one.folder} and {other.folder} cannot be compared: {what} is {value} and {now}")
     return experiments
 
 
@@ -208,7 +210,8 @@ def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, su
     axes.set_xticks(ticks, [f"{tokens / 1e6:.2g} M" for tokens in ticks])
     axes.minorticks_off()
     axes.set_xlabel("tokens of training")
-    axes.set_ylabel(f"perplexity above that of {baseline} (%)", parse_math=False)
+    scored = subset or experiments[0].subsets[0]
+    axes.set_ylabel(f"perplexity on {scored} above that of {baseline} (%), 95 % intervals", parse_math=False)
     axes.grid(alpha=0.3, linewidth=0.6)
     legend(axes, fontsize=8)
     for ending in FORMATS:

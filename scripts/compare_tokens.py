@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,13 +99,19 @@ def main() -> None:
     options = parser.parse_args()
     tokens_N = read_fairseq_tokens(options.data / options.subset).tokens
     words = {"dictionary": options.data / "dict.txt", "what": "compare_tokens.py"}
-    decoders = [load_language_model(path, **words).decoder for path in options.paths]
+    models = [load_language_model(path, **words) for path in options.paths]
+    decoders, start = [model.decoder for model in models], models[0].start_token
+    if any(model.start_token != start for model in models):
+        raise UserError("some of the models were trained with --add-bos-token, and others without: their blocks differ")
     widths = [decoder.config.max_tokens for decoder in decoders]
     for path, width in zip(options.paths, widths, strict=True):
         if width != widths[0]:
             raise UserError(f"{path} has a context of {width} tokens, {options.paths[0]} one of {widths[0]}")
     prefix = max(decoder.config.prefix_tokens for decoder in decoders)
-    samples = cut(tokens_N, np.array([len(tokens_N)]), Cutting(widths[0], widths[0], prefix=prefix))
+    cutting = replace(Cutting.in_blocks(decoders[0].config, start), prefix=prefix)
+    samples = cut(tokens_N, np.array([len(tokens_N)]), cutting)
+    if not samples.num_scored:
+        raise UserError(f"all {len(tokens_N)} tokens lie in the prefix of {prefix} positions")
     losses, batches = [], samples.batches(16)
     for decoder in decoders:
         losses.append(-score_samples(decoder, samples, batches, len(tokens_N)).log_probs_N.astype(np.float64))

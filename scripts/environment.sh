@@ -33,8 +33,7 @@ static_checks() {
 
 find_python() {
     local candidate
-    for candidate in "${PYTHON:-}" python3 python3.12 python3.11; do
-        [ -n "$candidate" ] || continue
+    for candidate in ${PYTHON:+"$PYTHON"} $([ -n "${PYTHON:-}" ] || echo python3 python3.12 python3.11); do
         if "$candidate" -c "$VERSION_CHECK; import venv, ensurepip" 2>/dev/null; then
             echo "$candidate"
             return

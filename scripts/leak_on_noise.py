@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 import smlp
 from smlp.cli.main import guarded
+from smlp.cli.numbers import whole
 from smlp.evaluation.scoring import stepwise_log_probs
 
 NUM_SYMBOLS = 8
@@ -77,7 +78,7 @@ def train_and_score(arch: str, num_updates: int, seed: int = 1) -> Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=300, help="default: %(default)s")
+    parser.add_argument("--updates", **whole(), default=300, help="default: %(default)s")
     options = parser.parse_args()
     print("| model | perplexity in one pass | without the tokens to be predicted in sight |\n|---|---:|---:|")
     print(f"| guessing | {NUM_SYMBOLS:.2f} | {NUM_SYMBOLS:.2f} |")

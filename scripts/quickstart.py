@@ -223,8 +223,9 @@ def main() -> None:
     announce(5, "evaluate with fairseq-eval-lm, and with n-gram models of the same tokens\n")
     report(options, text, data, folders, num_updates)
     print()
-    announce(6, f"three continuations by {SPARSE}")
-    sample(folders[SPARSE], tuple(options.prompt or PROMPTS))
+    prompts = tuple(options.prompt or PROMPTS)
+    announce(6, f"{len(prompts)} continuations by {SPARSE}")
+    sample(folders[SPARSE], prompts)
     minutes = (time.perf_counter() - start) / 60
     best = shlex.quote(os.path.relpath(folders[SPARSE] / "checkpoint_best.pt"))
     data_path = shlex.quote(os.path.relpath(data))

@@ -29,6 +29,7 @@ from smlp.moe.routers import BalancedRouter, ExpertOffsets
 from smlp.nn.decoder import Decoder
 from smlp.nn.state import ForwardContext
 from smlp.text.binarized import read_fairseq_tokens
+from smlp.text.tokenizer import Vocabulary
 
 
 def even_offsets(logits_NE: Tensor, steps: int = 500) -> Tensor:
@@ -45,7 +46,7 @@ def even_offsets(logits_NE: Tensor, steps: int = 500) -> Tensor:
     return offset_E
 
 
-def logits_in_training(decoder: Decoder, tokens: Tensor) -> dict[str, Tensor]:
+def logits_in_training(decoder: Decoder, tokens: Tensor, start_token: int = Vocabulary.eos) -> dict[str, Tensor]:
     """Return the affinities (N, E) of a stream by layer, with the tokens routed as in training."""
     found: dict[str, list[Tensor]] = {}
     hooks = [
@@ -54,15 +55,15 @@ def logits_in_training(decoder: Decoder, tokens: Tensor) -> dict[str, Tensor]:
         )
         for layer in balanced_layers(decoder)
     ]
-    evaluate(decoder, tokens, balanced=True)
+    evaluate(decoder, tokens, True, start_token)
     for hook in hooks:
         hook.remove()
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def add_offsets(decoder: Decoder, tokens: Tensor) -> None:
+def add_offsets(decoder: Decoder, tokens: Tensor, start_token: int = Vocabulary.eos) -> None:
     """Make the model's routers add offsets that are found on these tokens (N,)."""
-    logits = logits_in_training(decoder, tokens)
+    logits = logits_in_training(decoder, tokens, start_token)
     for layer in balanced_layers(decoder):
         found_E = even_offsets(logits[layer.name])
         layer.router.offsets = ExpertOffsets(found_E.numel(), rate=0, by_sign=False)
@@ -75,8 +76,10 @@ def balanced_layers(decoder: Decoder) -> list[TokenMoE]:
     return [layer for layer in layers if isinstance(layer.router, BalancedRouter)]
 
 
-def evaluate(decoder: Decoder, tokens: Tensor, balanced: bool) -> tuple[float, dict[str, Tensor]]:
-    """Return the perplexity per token of a stream (N,), in blocks of T, and each expert's load by layer."""
+def evaluate(
+    decoder: Decoder, tokens: Tensor, balanced: bool, start_token: int = Vocabulary.eos
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the perplexity per token of a stream (N,), in blocks of the context, and each expert's load by layer."""
     loads: dict[str, Tensor] = {}
 
     def count(context: ForwardContext) -> None:
@@ -86,7 +89,7 @@ def evaluate(decoder: Decoder, tokens: Tensor, balanced: bool) -> tuple[float, d
 
     for layer in balanced_layers(decoder):
         layer.router.training = balanced
-    return math.exp(block_nll(decoder, tokens, seen=count)), loads
+    return math.exp(block_nll(decoder, tokens, start_token, seen=count)), loads
 
 
 def main() -> None:
@@ -108,20 +111,20 @@ def main() -> None:
     if not balanced_layers(model.decoder):
         raise UserError(f"{options.path} has no layer whose tokens BASE's router assigns")
     if any(layer.router.offsets is not None for layer in balanced_layers(model.decoder)):
-        show("own offsets", *evaluate(model.decoder, tokens, balanced=False))
+        show("own offsets", *evaluate(model.decoder, tokens, False, model.start_token))
     for layer in balanced_layers(model.decoder):
         layer.router.offsets = None
     for name, balanced in (("greedy", False), ("balanced", True)):
-        show(name, *evaluate(model.decoder, tokens, balanced))
+        show(name, *evaluate(model.decoder, tokens, balanced, model.start_token))
     training = torch.from_numpy(read_fairseq_tokens(options.data / "train").tokens[: options.train_tokens])
-    add_offsets(model.decoder, training)
-    show("offsets", *evaluate(model.decoder, tokens, balanced=False))
+    add_offsets(model.decoder, training, model.start_token)
+    show("offsets", *evaluate(model.decoder, tokens, False, model.start_token))
 
 
 def show(name: str, perplexity: float, loads: dict[str, Tensor]) -> None:
     """Print what :func:`evaluate` found."""
     print(f"{name}: perplexity per token {perplexity:.2f}")
-    for layer, load in sorted(loads.items()):
+    for layer, load in loads.items():
         share = load / load.sum() * 100
         print(f"  {layer}: share of the tokens of each expert (%): {' '.join(f'{value:.1f}' for value in share)}")
 

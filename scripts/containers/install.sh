@@ -27,7 +27,8 @@ BEFORE="$(torch_here)" || fail "$PYTHON has no torch: choose an image with PyTor
 KEPT="$(mktemp)"
 trap 'rm -f "$KEPT"' EXIT
 "$PYTHON" -m pip list --format=freeze 2>/dev/null |
-    grep -E '^(torch|torchvision|torchaudio|triton|pytorch[_-]triton|nvidia[_-][a-z0-9_-]+)==' > "$KEPT"
+    grep -E '^(torch|torchvision|torchaudio|triton|pytorch[_-]triton|nvidia[_-][a-z0-9_-]+)==' > "$KEPT" ||
+    fail "pip does not list the torch of $PYTHON, so that it cannot be kept"
 echo "packages that must not change: $(tr '\n' ' ' < "$KEPT")"
 # fairseq wants torchaudio, whose newest version does not load beside an older torch; releases of both have one number
 if ! grep -q '^torchaudio==' "$KEPT"; then

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,31 +48,10 @@ REPLAYS = 20
 #: largest relative difference of a loss between device and CPU, float32, over the first updates and over all
 FIRST_AGREEMENT, AGREEMENT = 1e-4, 2e-2
 SMALL = {"vocab_size": 200, "max_tokens": 64, "embed_dim": 64, "ffn_dim": 128, "dropout": 0.0}
-TRAINING = [
-    "--task",
-    "language_modeling",
-    "--tokens-per-sample",
-    "128",
-    "--batch-size",
-    "8",
-    "--optimizer",
-    "adam",
-    "--lr",
-    "2e-3",
-    "--clip-norm",
-    "1.0",
-    "--dropout",
-    "0",
-    "--no-epoch-checkpoints",
-    "--log-format",
-    "json",
-    "--log-interval",
-    "1",
-    "--num-workers",
-    "0",
-    "--seed",
-    "1",
-]
+TRAINING = shlex.split(
+    "--task language_modeling --tokens-per-sample 128 --batch-size 8 --optimizer adam --lr 2e-3 --clip-norm 1.0 "
+    "--dropout 0 --no-epoch-checkpoints --log-format json --log-interval 1 --num-workers 0 --seed 1"
+)
 
 
 class Skipped(Exception):

@@ -5,7 +5,7 @@
   bash scripts/gpu/compare.sh ...
 
 DIR gets WHAT.json with what each step came to, and a log of each. A step that passed is not done again by the same
-revision of the code. No step begins that is likely to outlast M minutes (default: 9); the same command resumes.
+code, as git knows it. No step begins that is likely to outlast M minutes (default: 9); the same command resumes.
 ``--device cpu`` rehearses everything that needs no GPU.
 
 Exit status: 0 all steps passed, 1 one failed, 75 time is up.
@@ -103,7 +103,7 @@ def run_steps(steps: list[Step], out: Path, name: str, end: float) -> int:
     is_up = False
     for step in steps:
         before = records.get(step.name)
-        if before and before["status"] in (PASSED, SKIPPED) and before["revision"] == about["git"]["revision"]:
+        if before and before["status"] in (PASSED, SKIPPED) and about["git"] and before.get("git") == about["git"]:
             print(f"{step.name}: {before['status']} already")
             continue
         left = end - time.monotonic()
@@ -112,7 +112,7 @@ def run_steps(steps: list[Step], out: Path, name: str, end: float) -> int:
             is_up = True
             continue
         record = _run(step, out, min(60 * step.minutes, left if step.goes_on is not None else 60 * step.minutes))
-        records[step.name] = {**record, "revision": about["git"]["revision"]}
+        records[step.name] = {**record, "git": about["git"]}
         record_file.write_text(json.dumps({"about": about, "steps": records}, indent=2) + "\n")
         print(f"{step.name}: {record['status']} in {record['seconds']:.0f} s: {record['message']}", flush=True)
         if record["status"] == TIME_IS_UP:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smlp.errors import UserError
+from smlp.cli.main import guarded
 from smlp.experiments.report import paper
 from smlp.experiments.report.paper import closest_to_paper, is_of_the_paper
 from smlp.experiments.report.quality import by_seed, difference, percent_cell
@@ -149,10 +149,15 @@ def _same_time(results: Results, one: Model, other: Model) -> Measured:
     return by_seed(logs, results, (one, other), "train.log", field)
 
 
-def _perplexity_at(run: RunResult, seconds: float) -> float:
-    """Return the perplexity at a time; between two validations the loss falls in proportion to the updates."""
-    updates = [point.num_updates for point in run.curve.valid]
-    return float(2 ** np.interp(run.timeline.update_at(seconds), updates, [point.bits for point in run.curve.valid]))
+def _perplexity_at(run: RunResult, seconds: float) -> float | None:
+    """Return the perplexity at a time; None before the first validation.
+
+    Between two validations the loss falls in proportion to the updates.
+    """
+    updates, update = [point.num_updates for point in run.curve.valid], run.timeline.update_at(seconds)
+    if update < updates[0]:
+        return None
+    return float(2 ** np.interp(update, updates, [point.bits for point in run.curve.valid]))
 
 
 _MEASURES: Mapping[str, Callable[[Results, Model, Model], Measured]] = {
@@ -323,7 +328,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"smlp: error: {error}")
+    sys.exit(guarded(main))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.cli.interrupts import leave_if_interrupted
-from smlp.cli.json_file import write_json
+from smlp.cli.json_file import check_outputs, write_json
 from smlp.cli.numbers import MOST_PROCESSES, whole
 from smlp.errors import UserError
 from smlp.launch.machine import num_cores
@@ -99,6 +99,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_outputs(json=args.json)
     if args.parallel:
         args.dir = "." if args.dir is None else args.dir
         return check_ranks(args)

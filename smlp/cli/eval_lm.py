@@ -169,19 +169,18 @@ def _work(args: argparse.Namespace, team: Team) -> int:
 
 
 def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationText) -> Samples:
-    from smlp.evaluation.samples import Cutting, cut
-    from smlp.text.tokenizer import Vocabulary
+    from dataclasses import replace
 
-    config = model.decoder.config
+    from smlp.evaluation.samples import Cutting, cut
+
+    cutting = Cutting.in_blocks(model.decoder.config, model.start_token)
     if args.tokens_per_sample is None:
-        args.tokens_per_sample = config.max_tokens - int(model.start_token != Vocabulary.eos)
-    cutting = Cutting(
-        max_tokens=config.max_tokens,
+        args.tokens_per_sample = cutting.tokens_per_sample
+    cutting = replace(
+        cutting,
         tokens_per_sample=args.tokens_per_sample,
         break_mode=args.sample_break_mode,
         context_window=args.context_window,
-        prefix=config.prefix_tokens,
-        start_token=model.start_token,
     )
     samples = cut(text.stream.tokens, text.stream.lengths, cutting)
     limit = args.limit_tokens or (PARITY_TOKENS if args.parity else None)
@@ -190,7 +189,7 @@ def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
     if not samples.num_scored:
         raise UserError(
             f"no token of {text.name} can be scored: {len(text.stream.tokens)} tokens in {len(samples)} samples, of "
-            f"which the first {config.prefix_tokens} positions are not scored, in a context of {config.max_tokens}"
+            f"which the first {cutting.prefix} positions are not scored, in a context of {cutting.max_tokens}"
         )
     return samples
 

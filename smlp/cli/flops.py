@@ -50,10 +50,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table; return 1 if formula and count disagree."""
     from smlp.checkpoint.opened import open_checkpoint
-    from smlp.cli.json_file import write_json
+    from smlp.cli.json_file import check_outputs, write_json
     from smlp.config.presets import preset
     from smlp.errors import UserError
 
+    check_outputs(json=args.json)
     if args.path:
         if args.experts is not None:
             raise UserError("--experts is for --arch: a checkpoint has the experts that it was trained with")

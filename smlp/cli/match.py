@@ -43,10 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the settings; return 1 if a family has none."""
-    from smlp.cli.json_file import write_json
+    from smlp.cli.json_file import check_outputs, write_json
     from smlp.config.presets import preset
     from smlp.costs.match import check_target, families, like
 
+    check_outputs(json=args.json)
     given = {"max_tokens": args.tokens, "vocab_size": args.vocab_size, "embed_dim": args.embed_dim}
     shared = {name: value for name, value in given.items() if value is not None}
     if args.like is not None:

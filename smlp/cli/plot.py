@@ -210,11 +210,8 @@ def _numbers(option: str, words: str | None) -> list[int] | str | None:
 
 def _samples(args: argparse.Namespace, model: LanguageModel, stream: BinarizedTokens) -> Samples:
     from smlp.evaluation.samples import Cutting, cut
-    from smlp.text.tokenizer import Vocabulary
 
-    config = model.decoder.config
-    size = config.max_tokens - int(model.start_token != Vocabulary.eos)
-    cutting = Cutting(config.max_tokens, size, prefix=config.prefix_tokens, start_token=model.start_token)
+    cutting = Cutting.in_blocks(model.decoder.config, model.start_token)
     return cut(stream.tokens, stream.lengths, cutting).up_to(args.limit_tokens)
 
 

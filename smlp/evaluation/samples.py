@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smlp.config import ModelConfig
 from smlp.errors import UserError
 from smlp.text.tokenizer import Vocabulary
 
@@ -48,6 +49,12 @@ class Cutting:
             raise UserError(
                 f"--context-window {window} must be at least 0 and leave some of --tokens-per-sample {size} to score"
             )
+
+    @classmethod
+    def in_blocks(cls, config: ModelConfig, start_token: int = Vocabulary.eos) -> Cutting:
+        """Return the settings for blocks as long as the context, as a model is trained."""
+        size = config.max_tokens - int(start_token != Vocabulary.eos)
+        return cls(config.max_tokens, size, prefix=config.prefix_tokens, start_token=start_token)
 
     @property
     def has_start(self) -> int:

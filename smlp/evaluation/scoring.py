@@ -119,6 +119,7 @@ def block_log_probs(
     tokens_N: Tensor,
     batch_size: int = 16,
     seen: Callable[[ForwardContext], None] | None = None,
+    cutting: Cutting | None = None,
 ) -> Tensor:
     """Return the natural log-probability of every token given those before it in its block, (N,) float32.
 
@@ -130,24 +131,28 @@ def block_log_probs(
         tokens_N: ids (N,).
         batch_size: blocks at a time.
         seen: called with each forward pass's context.
+        cutting: instead of blocks of T tokens; NaN where it scores nothing.
     """
-    width = decoder.config.max_tokens
-    samples = cut(tokens_N.numpy(), np.array([tokens_N.numel()]), Cutting(width, width))
+    cutting = cutting or Cutting(decoder.config.max_tokens, decoder.config.max_tokens)
+    samples = cut(tokens_N.numpy(), np.array([tokens_N.numel()]), cutting)
     scores = score_samples(decoder, samples, samples.batches(batch_size), tokens_N.numel(), seen=seen)
     return torch.from_numpy(scores.log_probs_N)
 
 
-def block_nll(decoder: Decoder, tokens_N: Tensor, seen: Callable[[ForwardContext], None] | None = None) -> float:
+def block_nll(
+    decoder: Decoder, tokens_N: Tensor, start_token: int, seen: Callable[[ForwardContext], None] | None = None
+) -> float:
     """Return the mean of :func:`block_log_probs` in nats per token, over the positions that the model predicts.
 
     Raises:
         UserError: all tokens lie in the model's prefix.
     """
-    config = decoder.config
-    is_predicted_N = torch.arange(tokens_N.numel()) % config.max_tokens >= config.prefix_tokens
-    if not is_predicted_N.any():
-        raise UserError(f"all {tokens_N.numel()} tokens lie in the prefix of {config.prefix_tokens} positions")
-    return -float(block_log_probs(decoder, tokens_N, seen=seen)[is_predicted_N].double().mean())
+    cutting = Cutting.in_blocks(decoder.config, start_token)
+    log_probs_N = block_log_probs(decoder, tokens_N, seen=seen, cutting=cutting)
+    log_probs_N = log_probs_N[~log_probs_N.isnan()].double()
+    if not len(log_probs_N):
+        raise UserError(f"all {tokens_N.numel()} tokens lie in the prefix of {cutting.prefix} positions")
+    return -float(log_probs_N.mean())
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ _LARGEST = 127
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 values and the scales (..., 1) of the rows of a tensor: ``x`` is about their product."""
     scale = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny) / _LARGEST
-    return (x / scale).round_().to(torch.int8), scale
+    return (x / scale).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8), scale  # a scale in 16 bits is rounded
 
 
 def int8_product(x: Tensor, weight_OI: Tensor, scale_O1: Tensor, bias_O: Tensor | None) -> Tensor:

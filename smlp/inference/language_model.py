@@ -137,8 +137,8 @@ class LanguageModel(nn.Module):
     ) -> Iterator[list[Continuation]]:
         """Return the continuations of each prompt with their ids, log-probabilities and reasons for ending, in order.
 
-        A text does not depend on what else is in its batch. It is written while the iterator is read; prompts that do
-        not fit are refused at once.
+        A text does not depend on what else is in its batch, except in a model with ``eval_capacity_factor``. It is
+        written while the iterator is read; prompts that do not fit are refused at once.
 
         Args:
             prompts: texts; they may be empty.

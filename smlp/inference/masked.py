@@ -75,8 +75,8 @@ class MaskedLanguageModel(nn.Module):
         Raises:
             UserError: there is no text, or one is longer than the model's context.
         """
-        texts = texts if isinstance(texts, str) else list(texts)
-        if isinstance(texts, str) or not texts:
+        texts = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else texts
+        if not isinstance(texts, list) or not texts:
             raise UserError(f"texts must be a list of texts, got {texts!r:.80}")
         rows = [torch.tensor(self.tokenize(text)) for text in texts]
         longest, most = max(map(len, rows)), self.encoder.config.max_tokens
@@ -101,8 +101,10 @@ class MaskedLanguageModel(nn.Module):
             model.fill("The <mask> rises in the east.")[0][0].text
 
         Raises:
-            UserError: the text has no ``<mask>``, or is longer than the model's context.
+            UserError: the text has no ``<mask>`` or is longer than the model's context, or ``num_choices`` is below 1.
         """
+        if type(num_choices) is not int or num_choices < 1:
+            raise UserError(f"num_choices must be a whole number of at least 1, got {num_choices!r:.80}")
         tokens_1n = self.batch([text])
         masked_1n = tokens_1n == self.vocabulary.index[MASK]
         if not masked_1n.any():

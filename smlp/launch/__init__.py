@@ -1,4 +1,4 @@
-"""Start training processes and stop them; nothing here needs fairseq, and only ``plan`` needs torch.
+"""Start training processes and stop them; nothing here needs fairseq, and only ``plan`` and ``team`` need torch.
 
 ranks         which rank this process is, from the variables of torchrun or srun
 slurm         what Slurm's variables say

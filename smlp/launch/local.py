@@ -166,7 +166,12 @@ class _LocalRanks:
             self.lose_patience_after(self.patience)
 
     def is_killed_first(self, code: int) -> bool:
-        """Return whether a rank was killed, not by this process, at the moment of the failure: then it is the cause."""
+        """Return whether a rank was killed, not by this process, at the moment of the failure: then it is the cause.
+
+        Of several that were killed, the first is.
+        """
+        if self.failed is None or self.codes[self.failed] == -signal.SIGKILL:
+            return False
         is_ours = self.next_signal == signal.SIGKILL  # SIGTERM has been sent
         return code == -signal.SIGKILL and not is_ours and time.monotonic() < self.failed_at + _SAME_MOMENT
 

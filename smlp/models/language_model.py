@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from pathlib import Path
 from typing import Any, Optional
 
@@ -32,6 +33,7 @@ from smlp.nn.state import DecodingState, ForwardContext
 from smlp.parallel import Ranks, connect, one_process
 from smlp.text.binarized import count_tokens
 
+logger = logging.getLogger(__name__)
 _STATE_KEY = "smlp_decoding_state"
 LanguageModelConfig = dataclasses.make_dataclass(
     "LanguageModelConfig",
@@ -166,10 +168,13 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
 
 def _ranks_for(num_experts: int, args: Any) -> Ranks:
     """Return the ranks of this run. Models without experts need none: fairseq keeps their parameters equal."""
+    size = getattr(args, "expert_parallel_size", None)
     if num_experts == 1:
+        if size is not None:
+            logger.warning("--expert-parallel-size has no effect: the model has no experts")
         return one_process(1)
     timeout = collective_timeout(getattr(args, "heartbeat_timeout", None))
-    return connect(num_experts, getattr(args, "expert_parallel_size", None), timeout)
+    return connect(num_experts, size, timeout)
 
 
 register_architectures("smlp", is_bidirectional=False)

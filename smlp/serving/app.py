@@ -163,13 +163,12 @@ class _Answer:
         self._jobs = [
             PromptJob(
                 asked.tokens,
-                asked.ready
-                and Request(asked.ready, wanted.limits, wanted.sampling, wanted.num_texts, wanted.num_top or 0),
+                asked.ready and Request(asked.ready, wanted.limits, sampling, wanted.num_texts, wanted.num_top or 0),
                 emitter(number),
                 wanted.stop,
                 wanted.num_top if wants_scores and len(asked.tokens) > 1 else None,
             )
-            for number, asked in enumerate(wanted.prompts)
+            for number, (asked, sampling) in enumerate(zip(wanted.prompts, wanted.samplings, strict=True))
         ]
         #: number of events to come that end a choice or bring the scores of a prompt
         self._left = sum((job.num_texts if job.request else 0) + (job.prompt_top is not None) for job in self._jobs)

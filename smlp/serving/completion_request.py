@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from smlp.config import ModelConfig
@@ -57,7 +57,8 @@ class CompletionRequest:
     """A request of a client."""
 
     prompts: list[RequestedPrompt]
-    sampling: Sampling
+    #: for each prompt; without a seed of the client's, random numbers differ
+    samplings: list[Sampling]
     limits: Limits
     stop: tuple[str, ...]
     #: texts for each prompt
@@ -111,7 +112,7 @@ class RequestReader:
                 top_k=keys.whole("top_k", 0, 0, len(self.tokenizer.vocabulary)),
                 top_p=keys.number("top_p", 1.0),
                 repetition_penalty=keys.number("repetition_penalty", 1.0),
-                seed=keys.whole("seed", secrets.randbits(62), -(2**63), 2**63 - 1) % 2**63,
+                seed=keys.whole("seed", 0, -(2**63), 2**63 - 1) % 2**63,
             ),
         )
         if num_texts > 1 and sampling.temperature == 0:
@@ -133,8 +134,10 @@ class RequestReader:
         if len(asked) > self.most_prompts:
             raise RequestError("prompt", f"{len(asked)} prompts: at most {self.most_prompts} in a request")
         prompts = [self._asked(prompt, limits if max_tokens else None, fill) for prompt in asked]
+        seeds = [sampling.seed if "seed" in given else secrets.randbits(62) for _ in prompts]
+        samplings = [replace(sampling, seed=seed) for seed in seeds]
         return CompletionRequest(
-            prompts, sampling, limits, self._stops(given.get("stop")), num_texts, num_top, echoes, streams, says_usage
+            prompts, samplings, limits, self._stops(given.get("stop")), num_texts, num_top, echoes, streams, says_usage
         )
 
     def _prompts(self, prompt: Any) -> list[str | list[int]]:

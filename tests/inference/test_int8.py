@@ -58,6 +58,9 @@ def test_products_are_those_of_integers(shape, has_bias):
 
 
 def test_zeros_and_nothing():
+    rows = torch.randn(2000, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight, scale = quantized(rows)
+    assert torch.equal(weight.sign()[rows.abs() > scale], rows.sign().to(torch.int8)[rows.abs() > scale])
     weight, scale = quantized(torch.zeros(3, 4))
     assert torch.equal(int8_product(torch.zeros(2, 4), weight, scale, None), torch.zeros(2, 3))
     assert int8_product(torch.zeros(0, 4), weight, scale, None).shape == (0, 3)

@@ -269,6 +269,14 @@ def test_peers_of_a_killed_rank_may_be_noticed_first(monkeypatch) -> None:
         assert ranks.status() == status and ranks.report().startswith(first)
 
 
+def test_of_two_killed_ranks_the_first_is_named() -> None:
+    ranks = local._LocalRanks(["true"], 3, 10.0, 5.0, None)
+    for rank in (0, 1):
+        ranks.events.put((rank, -9))
+        ranks.handle_next_event()
+    assert ranks.report() == "rank 0 of 3 ended first, killed by SIGKILL"
+
+
 def test_what_ranks_leave_behind_is_ended(tmp_path: Path) -> None:
     """Such as the data loaders of a rank that was killed."""
     script = "child = subprocess.Popen(['sleep', '60'])\nnote(str(child.pid))\n"

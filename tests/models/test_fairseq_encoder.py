@@ -172,6 +172,11 @@ def test_masks_are_filled(trained):
     logits = model(model.batch(["the <mask> sees"]))[0, 2]
     assert choices[0].token == int(logits.argmax()) and choices[0].text == model.detokenize([choices[0].token])
     assert model.tokenize("a", "b") == [*model.tokenize("a"), *model.tokenize("b")[1:]], "a pair is <s> a </s> b </s>"
+    for number in (0, -1, 1.5):
+        with pytest.raises(smlp.UserError, match=f"num_choices must be a whole number of at least 1, got {number}"):
+            model.fill("the <mask> sees", num_choices=number)
+    with pytest.raises(smlp.UserError, match="texts must be a list of texts, got 3"):
+        model.batch(3)
     with pytest.raises(smlp.UserError, match="there is no <mask> in the text 'a cat'"):
         model.fill("a cat")
     with pytest.raises(smlp.UserError, match="a text must be a string, got None"):

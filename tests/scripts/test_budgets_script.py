@@ -106,6 +106,12 @@ def test_what_cannot_be_compared_is_refused(run, tmp_path):
     (large / "experiment.json").write_text(json.dumps(settings))
     with pytest.raises(smlp.UserError, match=r"cannot be compared: the number of parameters of sMLP is"):
         run(large, one)
+    middle = write_experiment(tmp_path / "middle", updates=UPDATES * 3 // 2)
+    settings = json.loads((middle / "experiment.json").read_text())
+    del settings["models"][1]
+    (middle / "experiment.json").write_text(json.dumps(settings))
+    with pytest.raises(smlp.UserError, match=r"one and .*large cannot be compared: the number of parameters of sMLP"):
+        run(one, middle, large)
 
 
 def test_scores_of_another_subset(run, tmp_path):

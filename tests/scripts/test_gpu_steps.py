@@ -51,6 +51,21 @@ sys.exit(status)
     assert steps.run_steps(wanted, tmp_path, "check-cpu", end) == 0
 
 
+def test_a_step_is_repeated_where_the_code_may_be_another(tmp_path, capsys, monkeypatch):
+    wanted = [steps.Step("good", command("print('fine')"), 1)]
+    changed = {"revision": "a", "changed": ["x.py"], "difference_sha256": "1"}
+    for git, again in (
+        ({"revision": "a"}, True),
+        ({"revision": "a"}, False),
+        (changed, True),
+        (None, True),
+        (None, True),
+    ):
+        monkeypatch.setattr(steps, "environment", lambda git=git: {"git": git, "python": "3"})
+        assert steps.run_steps(wanted, tmp_path, "check-cpu", time.monotonic() + 100) == 0
+        assert ("good: passed in" in capsys.readouterr().out) == again
+
+
 def test_a_step_that_hangs_is_ended_and_none_begins_after_the_time(tmp_path):
     slow = steps.Step("slow", command("import time; time.sleep(60)"), 0.01)
     assert steps.run_steps([slow], tmp_path, "check-cpu", time.monotonic() + 100) == 1

@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import experiment_folder as folder
 import pytest
@@ -128,6 +129,14 @@ def test_perplexity_at_equal_training_time(made):
     assert row["verdict"].value == "differs"
     assert row["measured"].source.startswith("runs/{sMLP-s1,sMLP-s2,sMLP-s3,Switch-s1,Switch-s2,Switch-s3}/train.log: ")
     assert any("in the midst of its schedule" in note for note in table.notes)
+
+
+def test_before_the_first_validation_there_is_no_perplexity():
+    points = [SimpleNamespace(num_updates=update, bits=10 - update / 20) for update in (100, 200)]
+    timeline = SimpleNamespace(update_at=lambda seconds: 10 * seconds)
+    run = SimpleNamespace(curve=SimpleNamespace(valid=points), timeline=timeline)
+    assert script._perplexity_at(run, 9.9) is None
+    assert script._perplexity_at(run, 15) == pytest.approx(2**2.5)
 
 
 def test_the_papers_numbers_stand_beside(out):
