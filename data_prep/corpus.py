@@ -69,7 +69,7 @@ def write_corpus(out: Path, splits: Splits, manifest: dict[str, Any]) -> dict[st
     (out / MANIFEST).unlink(missing_ok=True)  # its presence marks the corpus as complete
     for name in SPLITS:
         text = "\n\n".join("\n".join(document.paragraphs) for document in splits[name]) + "\n"
-        write_whole(out / f"{name}.txt", lambda file, text=text: file.write(text.encode()))
+        write_whole(out / f"{name}.txt", text.encode())
     manifest = {**manifest, "splits": {name: split_counts(splits[name]) for name in SPLITS}}
     content = (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode()
     write_whole(out / MANIFEST, content)

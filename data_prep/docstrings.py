@@ -162,7 +162,7 @@ def _read_line(reader: _BlockReader, text: str, indent: int, following: str) -> 
     if _UNDERLINE.match(text):
         reader.removed["lines: underline"] += 1
         return
-    if _UNDERLINE.match(following) and len(following) >= len(text) - 2 and not _UNDERLINE.match(text):
+    if _UNDERLINE.match(following) and len(following) >= len(text) - 2:
         _open_section(reader, text.rstrip(":").lower(), indent, underlined=True)
         return
     if _skipped(reader, indent):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from data_prep.binarize.shards import SegmentWriter, token_type, with_ends
 from data_prep.flow.documents import NOT_TEXT, ReadSettings, counted_records
 from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.options import cached_tokenizer
 from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import DamagedFile, open_stream, write_stream
@@ -109,11 +109,10 @@ class Job:
 
 @functools.lru_cache(maxsize=1)
 def _encoder(job: Job) -> tuple[Vocabulary, Tokenizer | Words]:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # parts already run in parallel
     if job.format == PIECES:
         vocabulary = Vocabulary.load(job.tokenizer / DICTIONARY)
         return vocabulary, Words(vocabulary)
-    tokenizer = load_tokenizer(job.tokenizer)
+    tokenizer = cached_tokenizer(job.tokenizer)
     return tokenizer.vocabulary, tokenizer
 
 

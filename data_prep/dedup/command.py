@@ -34,8 +34,7 @@ from data_prep.flow.options import (
 )
 from data_prep.flow.parts import FilePart, find_files, plan_parts, report_left_out, unique_name
 from data_prep.flow.running import STATE, Finished, Report, StepRun, aligned, begin, forget, run_parts
-from data_prep.flow.streams import COMPRESSIONS as COMPRESSED
-from data_prep.flow.streams import write_bytes, write_stream
+from data_prep.flow.streams import compression_of, write_bytes, write_stream
 from smlp.cli.numbers import real, whole
 from smlp.cli.options import refuse_unused
 from smlp.errors import UserError, one_line
@@ -165,7 +164,7 @@ def _num_partitions(out: Path, parts: Sequence[FilePart]) -> int:
         if not (kept.isdecimal() and len(kept) < 9 and 1 <= int(kept) <= MAX_PARTITIONS):
             raise UserError(f"{record} is damaged: it holds {kept!r:.40}, not a number of partitions; add --restart")
         return int(kept)
-    size = sum(part.num_bytes * (_EXPANSION if part.path.suffix in COMPRESSED else 1) for part in parts)
+    size = sum(part.num_bytes * (_EXPANSION if compression_of(part.path) else 1) for part in parts)
     number = min(1 + size // PARTITION_BYTES, MAX_PARTITIONS)
     write_bytes(record, f"{number}\n".encode())
     return number

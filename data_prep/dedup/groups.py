@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.dedup.files import Lookup, Signed, output_of, read_partition
+from data_prep.dedup.files import Lookup, Signed, read_partition
 from data_prep.dedup.signatures import Scheme, similarity
 from data_prep.flow.manifest import WORK, Counts, PartResult
 from data_prep.flow.parts import FilePart
@@ -164,6 +164,6 @@ def pairs_name(kind: str, part: FilePart) -> str:
 
 
 def _write_pairs(path: Path, out: Path, pairs: np.ndarray) -> PartResult:
-    with write_stream(path) as (stream, _):
+    with write_stream(path) as (stream, written):
         stream.write(pairs.tobytes())
-    return PartResult([output_of(out, path)], Counts(), facts={"pairs": len(pairs)})
+    return PartResult([written.row(out)], Counts(), facts={"pairs": len(pairs)})

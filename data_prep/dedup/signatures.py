@@ -21,9 +21,7 @@ from smlp.errors import UserError
 FACTOR = np.uint64(0x5851F42D4C957F2D)
 _MAX_CACHED_WORDS = 1 << 18  # about 40 MB
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
-_TABLE = bytes(ord(chr(code).lower()) if code > 127 or chr(code).isalnum() else 32 for code in range(128)) + bytes(
-    range(128, 256)
-)
+_TABLE = bytes(ord(chr(code).lower()) if chr(code).isalnum() else 32 for code in range(128)) + bytes(range(128, 256))
 
 
 def words_of(text: str) -> list[bytes]:
@@ -102,10 +100,6 @@ class Scheme:
         """
         lsh = _datasketch().MinHashLSH(threshold=min(threshold, _MAX_LSH), num_perm=num_perm, weights=WEIGHTS)
         return cls(num_perm, ngram, seed, lsh.b, lsh.r)
-
-    def found(self, similarity: float) -> float:
-        """Return the probability that a pair of documents of this similarity shares a band."""
-        return 1 - (1 - similarity**self.rows) ** self.bands
 
 
 def _datasketch():

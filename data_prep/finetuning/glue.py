@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import shlex
 from collections import Counter
 from dataclasses import replace
@@ -27,12 +26,18 @@ from data_prep.finetuning.glue_tasks import (
     read_rows,
 )
 from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest, write_manifest
-from data_prep.flow.options import add_run_options, add_tokenizer_option, check_apart, run_of, tokenizer_setting
+from data_prep.flow.options import (
+    add_run_options,
+    add_tokenizer_option,
+    cached_tokenizer,
+    check_apart,
+    run_of,
+    tokenizer_setting,
+)
 from data_prep.flow.parts import FilePart
 from data_prep.flow.running import Report, aligned, begin, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
 from smlp.errors import UserError
-from smlp.text.tokenizer import Tokenizer, load_tokenizer
 from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
 
 DESCRIPTION = """prepare GLUE's tasks, or sentences or pairs of your own, for fairseq's task sentence_prediction
@@ -46,7 +51,6 @@ EPILOG = """examples:
   smlp data glue --columns sentence1,sentence2 --label label --train train.tsv --valid dev.tsv \\
       --tokenizer data/tokenizer --out data/pairs
 """
-OWN_FILES = {"train": "train.tsv", "valid": "dev.tsv", "test": "test.tsv"}
 BLOCK_LINES = 10_000  # lines that are encoded at a time
 MOST_LABELS = 20  # of a split on the terminal; the manifest has all of them
 EPOCHS, BATCH_SIZE, POSITIONS, WARM_UP = 5, 32, 128, 0.1  # gMLP, appendix A, fine-tuning on SST-2 and MNLI
@@ -134,11 +138,11 @@ def _task_of(args: argparse.Namespace) -> GlueTask:
         if args.labels:
             raise UserError("--labels names classes, but --regression has none: give one of the two")
         report = "--report-pearson-and-spearman"
-        return GlueTask(columns, args.label, (), OWN_FILES, metric="pearson_and_spearman", report=report)
+        return GlueTask(columns, args.label, (), metric="pearson_and_spearman", report=report)
     labels = tuple(args.labels.split(",")) if args.labels else None
     if labels is not None and (len(labels) < 2 or not all(labels) or len(set(labels)) < len(labels)):
         raise UserError(f"--labels {args.labels!r}: at least two different names with commas between them are expected")
-    return GlueTask(columns, args.label, labels, OWN_FILES)
+    return GlueTask(columns, args.label, labels)
 
 
 def _files_of(args: argparse.Namespace, task: GlueTask) -> dict[str, SplitFile]:
@@ -181,13 +185,6 @@ def named_files(args: argparse.Namespace) -> dict[str, Path]:
                 raise UserError(f"--{split}: there is no file {path}")
             files[f"{split}{number or ''}"] = path
     return files
-
-
-@functools.lru_cache(maxsize=1)
-def cached_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer of a folder, which is loaded once in each process."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # splits already run in parallel
-    return load_tokenizer(folder)
 
 
 def encode_split(part: FilePart, out: Path, task: GlueTask, files: dict[str, SplitFile], tokenizer: Path) -> PartResult:

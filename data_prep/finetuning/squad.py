@@ -19,13 +19,12 @@ from data_prep.finetuning.glue import (
     TRAIN,
     VALID,
     add_file_options,
-    cached_tokenizer,
     command_lines,
     named_files,
     write_named,
 )
 from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest, write_manifest
-from data_prep.flow.options import run_of, tokenizer_files, tokenizer_setting
+from data_prep.flow.options import cached_tokenizer, run_of, tokenizer_files, tokenizer_setting
 from data_prep.flow.parts import FilePart
 from data_prep.flow.running import Report, aligned, begin, run_parts
 from data_prep.flow.streams import DamagedFile, open_stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from data_prep.flow.running import StepRun
 from data_prep.flow.streams import sha256_of
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
 from smlp.errors import UserError
+from smlp.text.tokenizer import Tokenizer, load_tokenizer
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
 
 COMPRESSIONS = {"gz": ".gz", "zst": ".zst", "none": ""}
@@ -184,6 +186,13 @@ def add_compression(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compress", choices=COMPRESSIONS, default="gz", help="compression of the files written (default: gz)"
     )
+
+
+@functools.lru_cache(maxsize=1)
+def cached_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder, which is loaded once in each process."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # parts already run in parallel
+    return load_tokenizer(folder)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -35,9 +35,9 @@ class FilePart:
         return self.label or self.path.name
 
     @classmethod
-    def whole(cls, path: Path, source: str = "") -> FilePart:
+    def whole(cls, path: Path) -> FilePart:
         """Return a file as one part."""
-        return cls(path, name_of(path), source or name_of(path))
+        return cls(path, name_of(path), name_of(path))
 
     @property
     def num_bytes(self) -> int:

@@ -214,9 +214,9 @@ def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
         path.unlink(missing_ok=True)
 
 
-def is_done(run: StepRun, phase: str, part: FilePart, depends: Any = None) -> bool:
+def is_done(run: StepRun, phase: str, part: FilePart) -> bool:
     """Return whether :func:`run_parts` has nothing to do for a part."""
-    return _stored(run.out, run.out / STATE / phase, part, _key(depends)) is not None
+    return _stored(run.out, run.out / STATE / phase, part, _key(None)) is not None
 
 
 def _key(depends: Any) -> str:

@@ -79,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     settings = {
         **input_settings(args),
-        **{name: getattr(args, name) for name in ("fraction", "seed", "valid", "test", "budget", "unit", "weights")},
-        **{name: getattr(args, name) for name in ("repeat", "compress")},
+        **{name: getattr(args, name) for name in (*_OF_THE_PLAN, "seed", "unit")},
         "tokenizer": tokenizer_setting(args.tokenizer) if args.tokenizer else None,
     }
     work, parts = run_of(args), parts_of(args)

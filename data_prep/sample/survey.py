@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from data_prep.flow.documents import NOT_TEXT, ReadSettings, counted_records
 from data_prep.flow.manifest import Counts, PartResult
+from data_prep.flow.options import cached_tokenizer
 from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import write_stream
 from smlp.errors import UserError
-from smlp.text.tokenizer import Tokenizer, load_tokenizer
 
 UNITS = ("documents", "bytes", "words", "tokens")
 # A document in the survey: its two hashes, its size, and the index of its source within the part. 22 bytes.
@@ -41,7 +39,7 @@ class Measure:
             return len(text.encode("utf-8", "surrogatepass"))
         if self.unit == "words":
             return len(text.split())
-        ids_N, lengths_L = _encoder(self.tokenizer).encode_batch(text.split("\n"))
+        ids_N, lengths_L = cached_tokenizer(self.tokenizer).encode_batch(text.split("\n"))
         num_lines = int(np.count_nonzero(lengths_L))
         return len(ids_N) + num_lines + 1 if num_lines else 0
 
@@ -69,12 +67,6 @@ class Measure:
             else:
                 high = middle - 1
         return text[: ends[low - 1]] if low else ""
-
-
-@cache
-def _encoder(folder: Path) -> Tokenizer:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # parts already run in parallel
-    return load_tokenizer(folder)
 
 
 def hashes(text: str, seed: int) -> tuple[int, int]:
