@@ -153,8 +153,8 @@ def costs(comparison: Comparison, parse: Callable[[list[str]], Namespace]) -> di
     found = {}
     for name, words in comparison.models.items():
         args = parse(["--data-dir", comparison.data, *comparison.options, *words])
-        if not args.num_classes and Path(comparison.data).is_dir():
-            args.num_classes = count(args.train_split)
+        if not args.num_classes:  # without data, all models get ImageNet's number
+            args.num_classes = count(args.train_split) if Path(comparison.data).is_dir() else 1000
         if args.initial_checkpoint and args.change_resolution:
             at_resolution(read_checkpoint(args.initial_checkpoint), args)  # sets the width of a Mixer's larger network
         model = create_model(args).eval()

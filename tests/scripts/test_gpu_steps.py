@@ -66,10 +66,14 @@ def test_a_step_is_repeated_where_the_code_may_be_another(tmp_path, capsys, monk
         assert ("good: passed in" in capsys.readouterr().out) == again
 
 
-def test_a_step_that_hangs_is_ended_and_none_begins_after_the_time(tmp_path):
+def test_a_step_that_hangs_is_ended_and_none_begins_after_the_time(tmp_path, monkeypatch):
     slow = steps.Step("slow", command("import time; time.sleep(60)"), 0.01)
     assert steps.run_steps([slow], tmp_path, "check-cpu", time.monotonic() + 100) == 1
     assert "not done after 1 s" in json.loads((tmp_path / "check-cpu.json").read_text())["steps"]["slow"]["message"]
+    late = steps.Step("late", command("import time; time.sleep(60)"), 1)
+    monkeypatch.setattr(steps, "environment", lambda: {"git": None})
+    (tmp_path / "late.json").write_text('{"steps": {"late": {"status": "failed", "seconds": 1.0}}}')
+    assert steps.run_steps([late], tmp_path, "late", time.monotonic() + 1.5) == steps.TIME_IS_UP
     never = steps.Step("never", command("raise SystemExit(1)"), 1)
     assert steps.run_steps([never], tmp_path, "other", time.monotonic()) == steps.TIME_IS_UP
 

@@ -211,6 +211,8 @@ def test_the_models_of_the_examples_have_equal_flops(name, tmp_path, digits, mon
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[:4]] == ["Mixer", "gMLP", "ResMLP", "ViT"]
     assert len(lines) == 4 + 12
+    path.write_text(text.replace(f"data: data/{name}", f"data: {tmp_path / 'none'}"))
+    assert run(path, tmp_path / "out", "--dry-run") == 0, "without data, all have as many classes"
 
 
 STUB = """#!/usr/bin/env bash
