@@ -54,13 +54,13 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
     if moments is _ABSENT or not moments:
         return []
     # An optimizer may keep different moments for matrices and vectors, but the same ones for all matrices.
-    kinds: dict[int, set[str]] = {}
+    kinds: dict[tuple[int, bool], set[str]] = {}
     for of_parameter in moments.values():
-        kinds.setdefault(_num_dims(of_parameter), set()).update(of_parameter)
-    of_all = set.intersection(*(names for dims, names in kinds.items() if dims > 0 or len(kinds) == 1))
+        kinds.setdefault(_kind(of_parameter), set()).update(of_parameter)
+    of_all = set.intersection(*(names for (dims, _), names in kinds.items() if dims > 0 or len(kinds) == 1))
     problems = []
     for number, of_parameter in moments.items():
-        lacking = sorted((kinds[_num_dims(of_parameter)] | of_all) - of_parameter.keys())
+        lacking = sorted((kinds[_kind(of_parameter)] | of_all) - of_parameter.keys())
         if lacking:
             problems.append(
                 f"{path} is damaged: the optimizer state of parameter {number} lacks {', '.join(lacking)}, which other "
@@ -83,9 +83,13 @@ def _is_step(value: Any) -> bool:
     return _is_number(value) and not (isinstance(value, numbers.Real) and value < 0)
 
 
-def _num_dims(of_parameter: Mapping[str, Any]) -> int:
-    """Return the number of dimensions of a parameter's moments; 0 if it has none."""
-    return max((len(value.shape) for value in of_parameter.values() if hasattr(value, "shape")), default=0)
+def _kind(of_parameter: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return the number of dimensions of a parameter's moments, 0 if it has none, and whether Adafactor factors them.
+
+    It keeps a mean for each row and column of a matrix, which has as many dimensions as the moments of a vector.
+    """
+    dims = max((len(value.shape) for value in of_parameter.values() if hasattr(value, "shape")), default=0)
+    return dims, any(name.endswith(("_row", "_col")) for name in of_parameter)
 
 
 def _at(state: Any, way: Sequence[str | int]) -> Any:

@@ -200,7 +200,8 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def averaged(checkpoints: Sequence[Checkpoint]) -> Checkpoint:
-    """Return a checkpoint with the mean of the weights and everything else of the first, but no optimizer.
+    """Return a checkpoint with the mean of the weights and everything else of the first, but no optimizer and no moving
+    averages (``--store-ema``), which would belong to other weights.
 
     Weights are summed in float64.
 
@@ -217,6 +218,8 @@ def averaged(checkpoints: Sequence[Checkpoint]) -> Checkpoint:
     }
     state = {**first.state, "model": weights}
     state.pop("last_optimizer_state", None)
+    if isinstance(extra := state.get("extra_state"), dict):
+        state["extra_state"] = {name: value for name, value in extra.items() if not name.startswith("ema")}
     return Checkpoint(first.path, state, first.config, files=first.files, is_export=first.is_export)
 
 

@@ -214,12 +214,11 @@ class RunChain(TrainingChain):
 def is_trained(run: RunFolder, updates: int) -> bool:
     """Return whether a run has reached its budget.
 
-    For a run of Slurm, or one whose end nobody saw, the last checkpoint tells. The log would tell too early: fairseq
-    writes the last validation down before it saves.
+    For a run of Slurm, which may go on with one that was stopped here, or one whose end nobody saw, the last checkpoint
+    tells. The log would tell too early: fairseq writes the last validation down before it saves.
     """
-    state = run.state()
-    if "trained" in state:
-        return state["trained"]
+    if run.state().get("trained"):
+        return True
     if reached(run.log).updates < updates:  # cheaper to read than a checkpoint
         return False
     try:

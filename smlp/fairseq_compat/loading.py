@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import errno
 import functools
 import logging
@@ -62,7 +63,7 @@ def apply() -> None:
         if embedding_name(state["model"]) is not None and (state.get("cfg") or {}).get("model"):
             with open_dict(state["cfg"]):
                 state["cfg"]["model"].update(older_settings(state))
-        for problem in moment_problems(state, path):
+        for problem in moment_problems(state, path) if _reads_moments.get() else ():
             raise UserError(problem)
         return state
 
@@ -101,6 +102,20 @@ def apply() -> None:
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
     checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
     checkpoint_utils.load_checkpoint = load_checkpoint
+
+
+#: whether the optimizer's state of the checkpoint that is loaded will be used
+_reads_moments: contextvars.ContextVar[bool] = contextvars.ContextVar("reads_moments", default=False)
+
+
+@contextlib.contextmanager
+def reading_moments(are_used: bool) -> Iterator[None]:
+    """Refuse checkpoints whose moments are damaged inside the block, if they are used."""
+    token = _reads_moments.set(are_used)
+    try:
+        yield
+    finally:
+        _reads_moments.reset(token)
 
 
 @contextlib.contextmanager

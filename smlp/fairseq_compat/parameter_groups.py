@@ -87,6 +87,8 @@ def divide_steps(optimizer: Any, core: Stack, parameters: Sequence[nn.Parameter]
             part = {**group, "params": [p for p in group["params"] if role_of[id(p)] == role and id(p) not in frozen]}
             if role == SPATIAL:
                 part["lr"] = group["lr"] * factor
+                if "lr_old" in group:  # of fairseq's NAG, whose momentum follows changes of the rate
+                    part["lr_old"] = group["lr_old"] * factor
                 if spatial_decay is not None:
                     part["weight_decay"] = spatial_decay
             if role == VECTOR and options.no_decay_norms:

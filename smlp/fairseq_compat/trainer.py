@@ -29,7 +29,13 @@ from smlp.fairseq_compat.data import check_ids
 from smlp.fairseq_compat.divergence import diverged
 from smlp.fairseq_compat.expert_saving import ExpertSaving
 from smlp.fairseq_compat.experts import adapt_optimizer, experts_of, norm_with_experts
-from smlp.fairseq_compat.loading import check_moments, check_seen_by_all, said_in_one_sentence, warn_of_lost_updates
+from smlp.fairseq_compat.loading import (
+    check_moments,
+    check_seen_by_all,
+    reading_moments,
+    said_in_one_sentence,
+    warn_of_lost_updates,
+)
 from smlp.fairseq_compat.needs import check_best_metric, has_averages
 from smlp.fairseq_compat.parameter_groups import divide_steps
 from smlp.fairseq_compat.profiling import UpdateProfiler
@@ -92,7 +98,7 @@ class SparseTrainer(Trainer):
         self.stop_agreed = False
         #: constants of the optimizer by the command line
         self._asked_of_optimizer: dict[str, Any] = {}
-        self._update_just_done = self._metric_checked = False
+        self._update_just_done = self._metric_checked = self._is_in_step = False
         if not isinstance(cfg, Namespace):
             self._settle(cfg, model)
         super().__init__(cfg, task, model, criterion, quantizer)
@@ -164,7 +170,7 @@ class SparseTrainer(Trainer):
         """
         if self.data_parallel_world_size > 1:
             check_seen_by_all(filename)
-        with said_in_one_sentence(filename), self._first_averages(filename):
+        with said_in_one_sentence(filename), reading_moments(not reset_optimizer), self._first_averages(filename):
             extra_state = super().load_checkpoint(filename, reset_optimizer, *rest, **kw)
         if extra_state is not None and not reset_optimizer:
             warn_of_lost_updates(filename, self)
@@ -234,7 +240,10 @@ class SparseTrainer(Trainer):
             self.core.forget_loads()  # of an update that failed
         # If a rank continued alone after running out of memory, the others would wait for its tokens.
         raise_oom = raise_oom or self.experts is not None
+        if self._is_in_step:  # after an overflow of --amp, fairseq repeats the update from within
+            return super().train_step(real_batches_last(samples), raise_oom)
         num_updates, start = self.get_num_updates(), time.perf_counter()
+        self._is_in_step = True
         try:
             with self.profiler.one_update(samples) if self.profiler is not None else nullcontext():
                 result = super().train_step(real_batches_last(samples), raise_oom)
@@ -243,6 +252,8 @@ class SparseTrainer(Trainer):
             if norms is not None and torch.isfinite(norms).all():  # all ranks' norms differ, but are finite
                 raise
             raise diverged(self, f"update {self.get_num_updates() + 1}", error) from error
+        finally:
+            self._is_in_step = False
         if self.core is not None and self.get_num_updates() > num_updates:
             self.core.adjust_offsets(self.get_model().experts.ranks.world)
         if self._kept_memory is not None:

@@ -96,7 +96,7 @@ def _training(checkpoint: Checkpoint, cfg: Any, flops: float) -> list[str]:
     rows, update_freq = _part(cfg, "dataset", "batch_size"), _part(cfg, "optimization", "update_freq")
     ranks = _part(cfg, "distributed_training", "distributed_world_size") or 1
     if rows and checkpoint.num_updates:
-        freq = update_freq[0] if isinstance(update_freq, list | tuple) and update_freq else 1
+        freq = max(update_freq) if isinstance(update_freq, list | tuple) and update_freq else 1
         tokens = checkpoint.num_updates * rows * freq * ranks * checkpoint.config.max_tokens
         lines.append(
             f"At most {tokens:,} tokens were read ({rows} sequences on each of {ranks} ranks, {freq} times for each "

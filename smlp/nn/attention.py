@@ -159,8 +159,8 @@ class SelfAttention(nn.Module):
                 mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
         else:
             assert mask is not None, "attention without content scores has a bias"
-            shares = F.dropout(mask.softmax(-1), dropout)
-            mixed = shares.expand(value.size(0), -1, -1, -1) @ value
+            shares = mask.softmax(-1).expand(value.size(0), -1, -1, -1)
+            mixed = (F.dropout(shares, dropout) if dropout else shares) @ value  # each sequence loses its own
         return mixed.transpose(1, 2).flatten(2)
 
     def _mask(self, x_Bn3H: Tensor, start: int, valid_Bn: Tensor | None) -> Tensor | None:

@@ -94,7 +94,7 @@ def toeplitz_matrices(w_hL: Tensor, num_tokens: int) -> Tensor:
     if is_traced():  # unfold holds for one length only
         place_n = torch.arange(num_tokens, device=w_hL.device)
         return central_hL[:, place_n - place_n[:, None] + (num_tokens - 1)]
-    if w_hL.is_cuda and num_tokens > 1:
+    if (w_hL.is_cuda or w_hL.dtype.itemsize == 2) and num_tokens > 1:
         return _by_shearing(central_hL, num_tokens)
     return central_hL.unfold(1, num_tokens, 1).flip(1)
 
@@ -102,7 +102,8 @@ def toeplitz_matrices(w_hL: Tensor, num_tokens: int) -> Tensor:
 def _by_shearing(central_hL: Tensor, num_tokens: int) -> Tensor:
     """Return the same matrices, cut from n copies of w in rows that are one number shorter than w.
 
-    Its gradient is a sum over rows. On a GPU, that of ``unfold`` takes many times as long; on a CPU it is faster.
+    Its gradient is a sum over rows. On a GPU, that of ``unfold`` takes many times as long; on a CPU it is faster, but
+    rounds to 16 bits after each number.
     """
     num_heads, length = central_hL.shape
     repeated_hX = central_hL.unsqueeze(1).expand(-1, num_tokens, -1).reshape(num_heads, num_tokens * length)

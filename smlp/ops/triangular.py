@@ -91,8 +91,10 @@ def _outer(left_Gmc: Tensor, right_Gkc: Tensor, num_matrices: int) -> Tensor:
     """Return ``left @ right^T``, (h, m, k); summed over the products where they share one matrix."""
     if num_matrices == len(left_Gmc):
         return _product(left_Gmc, right_Gkc.transpose(1, 2))
-    sum_1mk = left_Gmc.new_zeros(1, left_Gmc.size(1), right_Gkc.size(1))
+    is_half = left_Gmc.dtype.itemsize == 2  # in which the sum would be rounded after every sequence
+    sum_1mk = left_Gmc.new_zeros(1, left_Gmc.size(1), right_Gkc.size(1), dtype=torch.float32 if is_half else None)
     for number in range(len(left_Gmc)):
         one = slice(number, number + 1)
-        sum_1mk = _product(left_Gmc[one], right_Gkc[one].transpose(1, 2), plus=sum_1mk)
-    return sum_1mk
+        pair = left_Gmc[one], right_Gkc[one].transpose(1, 2)
+        sum_1mk = sum_1mk.add_(_product(*pair)) if is_half else _product(*pair, plus=sum_1mk)
+    return sum_1mk.to(left_Gmc.dtype)

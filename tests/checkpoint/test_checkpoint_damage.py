@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import random
@@ -18,6 +19,7 @@ from checkpoint_states import PREFIX, command, content, differences, refused, sa
 
 import smlp
 from smlp.checkpoint import output
+from smlp.checkpoint.content import moment_problems
 from smlp.checkpoint.index import INDEX_KEY, remove_unused_parts
 from smlp.checkpoint.inspection import problems_of
 from smlp.checkpoint.opened import open_checkpoint
@@ -114,9 +116,11 @@ def _read_by_fairseq(path: Path) -> dict:
     from fairseq import checkpoint_utils
 
     from smlp.fairseq_compat.command_line import load_plugin
+    from smlp.fairseq_compat.loading import reading_moments
 
     load_plugin()
-    state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    with reading_moments(True):
+        state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
     moments = state["last_optimizer_state"]["state"]
     moments = {number: read_all(of_parameter) for number, of_parameter in moments.items()}
     return {"model": read_all(state["model"]), "moments": moments}
@@ -270,6 +274,34 @@ def test_a_damaged_index_is_one_sentence(parts: Path, changes: dict) -> None:
         with pytest.raises(smlp.UserError, match=r"checkpoint_last\.pt"):
             read(parts)
     assert problems_of(parts)
+
+
+def test_moments_that_are_not_used_may_be_damaged(whole: Path) -> None:
+    from fairseq import checkpoint_utils
+
+    from smlp.fairseq_compat.command_line import load_plugin
+
+    load_plugin()
+    state = content(whole)
+    state["last_optimizer_state"]["state"][3].pop("exp_avg")
+    torch.save(state, whole)
+    assert checkpoint_utils.load_checkpoint_to_cpu(str(whole))["model"], "for an evaluation, or --reset-optimizer"
+
+
+def test_adafactor_keeps_other_moments_of_matrices_than_of_vectors() -> None:
+    from fairseq.optim.adafactor import Adafactor
+
+    weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 6, 5), (6, 5), (5,), (3, 5, 6), (5, 6), (6,))]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer = Adafactor(weights)
+    optimizer.step()
+    state = {"last_optimizer_state": optimizer.state_dict()}
+    assert moment_problems(state, "a.pt") == []
+    for number, moment in ((0, "exp_avg_sq_row"), (4, "exp_avg_sq_col")):
+        changed = copy.deepcopy(state)
+        del changed["last_optimizer_state"]["state"][number][moment]
+        assert any(f"of parameter {number} lacks" in problem for problem in moment_problems(changed, "a.pt"))
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,9 @@ def test_training_on_from_a_merged_split_is_training_on(tmp_path: Path, tiny_dat
 def test_the_average_is_the_mean(tmp_path: Path, arch: str, monkeypatch) -> None:
     monkeypatch.setattr(lazy, "PIECE_BYTES", 1000)
     paths = [save(tmp_path, arch, f"checkpoint{n}.pt", seed=n, updates=n) for n in (1, 2, 3)]
+    state = content(paths[0])
+    state["extra_state"]["ema"] = dict(state["model"])
+    torch.save(state, paths[0])
     if arch != "dense_lm_tiny":
         assert command("split", paths[1], "-o", tmp_path / "p" / "x.pt", "--parts", 2) == 0
         paths[1] = tmp_path / "p" / "x.pt"
@@ -119,6 +122,7 @@ def test_the_average_is_the_mean(tmp_path: Path, arch: str, monkeypatch) -> None
         if tensor.dtype.is_floating_point:
             expected = (sum(model[name].double() for model in models) / 3).float()
         assert torch.equal(tensor, expected), name
+    assert "ema" not in found["extra_state"], "averages of other weights"
     assert "last_optimizer_state" not in found and found["optimizer_history"][-1]["num_updates"] == 1
     one, copies = tmp_path / "same.pt", [tmp_path / f"copy{n}.pt" for n in (1, 2, 3)]
     for path in copies:

@@ -46,6 +46,14 @@ def damage(out: Path) -> None:
     (run_folder(out, "gMLP", 2) / "scores.json").write_text('{"subsets": ')
 
 
+def test_scores_of_other_positions_are_left_out_and_named(out):
+    """As after a model with a prefix was added, until all are scored again."""
+    rewrite(run_folder(out, "gMLP", 2) / "scores.json", prefix=3)
+    ((run, reason),) = incomplete(read_results(out))
+    assert run.name == "gMLP-s2" and reason.startswith("scores.json is left out: its prefix is 3, not ")
+    assert 2 not in cell(tables(out)["quality-valid"], "sMLP", "against_gMLP").samples
+
+
 def test_runs_that_are_not_whole_are_named_and_the_others_reported(out):
     damage(out)
     found = {run.name: (run.last_update, reason) for run, reason in incomplete(read_results(out))}

@@ -217,6 +217,8 @@ def test_a_run_on_a_cluster_is_trained_when_its_checkpoint_says_so(tmp_path, mon
     assert not is_trained(run, 100), "it ended between the last validation and the checkpoint"
     updates = 100
     assert is_trained(run, 100) and not is_trained(run, 101)
+    run.update_state(trained=False)
+    assert is_trained(run, 100), "it was stopped here before, and went on there"
 
 
 ZEROSHOT = FILE + "evaluate: {zeroshot: {data: TASKS, tasks: [copa], limit: 3}}\n"

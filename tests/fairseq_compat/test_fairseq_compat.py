@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -342,3 +343,30 @@ def test_an_architecture_is_seen_however_it_is_given(words):
 
     assert option_value(words, "--arch", "-a") == "gmlp_lm" and has_option(words, "--arch", "-a")
     assert not has_option(["--arch-x", "a"], "--arch", "-a")
+
+
+def test_an_update_that_amp_repeats_is_recorded_once(monkeypatch) -> None:
+    """After an overflow, fairseq calls train_step from within itself."""
+    from fairseq.trainer import Trainer
+
+    from smlp.fairseq_compat.trainer import SparseTrainer
+
+    class Rank0(SparseTrainer):
+        data_parallel_rank = 0
+
+    calls = []
+
+    def step(self, samples, raise_oom=False):
+        calls.append(raise_oom)
+        if len(calls) == 1:
+            return self.train_step(samples, raise_oom)
+        self._num_updates = 1
+        return "done"
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+    trainer, lines = object.__new__(Rank0), []
+    trainer.core = trainer.experts = trainer.profiler = trainer._kept_memory = None
+    trainer._num_updates, trainer._num_tokens, trainer._is_in_step = 0, 5, False
+    trainer.update_times = SimpleNamespace(add=lambda update, **fields: lines.append(update))
+    assert trainer.train_step([]) == "done" and len(calls) == 2
+    assert lines == [1] and not trainer._is_in_step

@@ -103,6 +103,26 @@ def test_each_kind_follows_its_rate_and_decay(adam, name, steps):
     assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in parameters]
 
 
+def test_momentum_follows_the_rate_of_its_own_part():
+    """fairseq's NAG scales it by the change of the rate since the step before: here there is none."""
+    from fairseq.optim.nag import NAG
+
+    ends = {}
+    for factor in (1.0, 4.0):
+        torch.manual_seed(1)
+        model = smlp.build("gmlp_lm_tiny", **MODELS["gmlp_lm_tiny"])
+        parameters, roles = list(model.parameters()), dict(roles_of(model))
+        optimizer = NAG(parameters, lr=0.01 / factor, momentum=0.9)
+        divide_steps(SimpleNamespace(optimizer=optimizer), model, parameters, options(spatial_lr_factor=factor))
+        for _ in range(5):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        ends[factor] = [parameter.detach() for parameter in parameters if roles[parameter] == SPATIAL]
+    for one, other in zip(*ends.values(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_a_frozen_router_stays_as_it_is(adam):
     model = smlp.build("smlp_tiny", **{**MODELS["smlp_tiny"], "router_freeze": 0.5})
     parameters = list(model.parameters())

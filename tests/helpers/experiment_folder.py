@@ -98,13 +98,15 @@ def write_experiment(out: Path, models: dict | None = None, **settings: Any) -> 
     words = int(VALID_TOKENS * WORDS_PER_TOKEN)
     valid = {"tokens": VALID_TOKENS, "words": words, "words_per_token": WORDS_PER_TOKEN, "bytes": 4 * VALID_TOKENS}
     _write(out / "data.json", {"vocab_size": 512, "splits": {"train": {"tokens": 90000}, "valid": valid}})
+    configs = [smlp.preset(arch, vocab_size=512, **overrides) for _, arch, overrides, _, _ in models.values()]
+    prefix = max((config.prefix_tokens for config in configs), default=0)
     for name in models:
         for seed in experiment["seeds"]:
-            write_run(out, name, seed)
+            write_run(out, name, seed, prefix)
     return out
 
 
-def write_run(out: Path, model: str, seed: int) -> Path:
+def write_run(out: Path, model: str, seed: int, prefix: int = PREFIX) -> Path:
     """A finished run's files."""
     folder = run_folder(out, model, seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +120,7 @@ def write_run(out: Path, model: str, seed: int) -> Path:
     has_prefix = MODELS[model][0] == "smlp_partial"
     valid = {"nll_all": None if has_prefix else nats, "nll_after_prefix": nats - 0.05}
     valid |= {"tokens": VALID_TOKENS, "words": int(VALID_TOKENS * WORDS_PER_TOKEN)}
-    scores = {"subsets": {"valid": valid}, "prefix": PREFIX, "checkpoint": "checkpoint_last.pt", "num_updates": UPDATES}
+    scores = {"subsets": {"valid": valid}, "prefix": prefix, "checkpoint": "checkpoint_last.pt", "num_updates": UPDATES}
     _write(folder / "scores.json", scores)
     order = [json.dumps({"update": update, "digest": 1000 * seed + update}) for update in range(1, UPDATES + 1)]
     (folder / "data_order.jsonl").write_text("\n".join(order) + "\n")

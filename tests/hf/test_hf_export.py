@@ -110,7 +110,7 @@ def test_the_card_says_what_the_checkpoint_records(tmp_path):
     state = torch.load(path, weights_only=True)
     state["cfg"] |= {
         "dataset": {"batch_size": 4},
-        "optimization": {"update_freq": [2]},
+        "optimization": {"update_freq": [1, 2]},  # in the first epoch, and later
         "distributed_training": {"distributed_world_size": 1},
     }
     state["optimizer_history"] = [{"num_updates": 100}]

@@ -235,3 +235,11 @@ def test_positions_tell_places_apart(positions):
     same = torch.full((1, 5), 7)
     assert torch.allclose(make("none")(same).logits[:, 0], make("none")(same).logits[:, 4])
     assert not torch.allclose(make(positions)(same).logits[:, 0], make(positions)(same).logits[:, 4])
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_each_sequence_loses_attention_of_its_own(scores):
+    model = smlp.build("dense_lm", transformer_attention=scores, attention_dropout=0.5, **SMALL).train()
+    torch.manual_seed(1)
+    first, second = model(torch.arange(4, 12).repeat(2, 1)).logits
+    assert not torch.allclose(first, second)

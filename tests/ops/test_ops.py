@@ -21,6 +21,7 @@ from smlp.ops import (
     spatial,
     spatial_projection,
     summed_rows,
+    toeplitz_matrices,
 )
 from smlp.ops.expert_runs import EqualExperts, OneExpert, SmallExperts, UnequalExperts, runs
 from smlp.ops.fast_paths import reference_ops, takes_bands
@@ -168,6 +169,22 @@ def test_spatial_projection_in_bfloat16():
     assert low.dtype == torch.bfloat16
     want = causal_spatial_projection(x.double(), weight.double(), bias.double())
     assert largest_share(low, want) <= SHARE[torch.bfloat16]
+
+
+def test_gradients_in_bfloat16_are_summed_in_float32():
+    """Over 64 sequences, and over the entries of one distance."""
+    generator = torch.Generator().manual_seed(1)
+    x, grad = torch.randn(2, 64, 256, 1, 2, generator=generator)
+    weight, bias = torch.randn(1, 256, 256, generator=generator), torch.zeros(1, 256)
+    found = {}
+    for dtype in (torch.bfloat16, torch.float64):
+        inputs = [tensor.bfloat16().to(dtype).requires_grad_() for tensor in (x, weight, bias)]
+        causal_spatial_projection(*inputs).backward(grad.bfloat16().to(dtype))
+        w = torch.zeros(1, 511, dtype=dtype, requires_grad=True)
+        toeplitz_matrices(w, 256).backward(weight.bfloat16().to(dtype))
+        found[dtype] = inputs[1].grad.double(), w.grad.double()
+    for low, want in zip(*found.values(), strict=True):
+        assert (low - want).norm() < 4e-3 * want.norm()
 
 
 @pytest.mark.parametrize("counts", [[3, 3, 3], [4, 0, 5], [0, 9, 0], [9], [1] * 9, [2, 0, 3, 1, 3, 0]])

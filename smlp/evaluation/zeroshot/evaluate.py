@@ -89,7 +89,7 @@ def read_task(name: str, data_dir: str | Path, protocol: Protocol, encoding: Enc
     shots, fewshot_split = [], None
     if protocol.num_fewshot:
         fewshot_split = reader.priming_split(data_dir)
-        pool = reader.read(data_dir, fewshot_split)
+        pool = distinct(reader.read(data_dir, fewshot_split))
         shots = draw_shots(pool, records, protocol.num_fewshot, protocol.fewshot_seed, protocol.templates)
     examples = (primed(example(item, protocol.templates), shots, protocol.fewshot_seed) for item in found)
     rule = protocol.rule(name)

@@ -216,8 +216,14 @@ def read_results(folder: Path) -> Results:
         raise UserError(f"{path} is not an experiment: {error}") from None
     notes: list[str] = []
     subset = (settings.get("evaluation_subsets") or ["valid"])[0]
+    scored_as = {
+        "prefix": max((model.config.prefix_tokens for model in models), default=0),
+        "dtype": settings.get("evaluation_dtype", "fp32"),
+    }
     runs = tuple(
-        _run(folder, model, seed, subset, settings["updates"]) for model in models for seed in settings["seeds"]
+        _run(folder, model, seed, subset, settings["updates"], scored_as)
+        for model in models
+        for seed in settings["seeds"]
     )
     shapes = {
         "environment": json_files.ENVIRONMENT,
@@ -264,7 +270,7 @@ def _diverged(scores: Mapping[str, Any] | None) -> Iterator[str]:
                 break
 
 
-def _run(out: Path, model: Model, seed: int, subset: str, updates: int) -> RunResult:
+def _run(out: Path, model: Model, seed: int, subset: str, updates: int, scored_as: Mapping[str, Any]) -> RunResult:
     folder = out / "runs" / f"{model.folder}-s{seed}"
     notes: list[str] = []
     record = read_json_or_note(folder / "run.json", notes, json_files.RUN) or {}
@@ -291,6 +297,12 @@ def _run(out: Path, model: Model, seed: int, subset: str, updates: int) -> RunRe
     if missing := missing_update(order, last_of_all):
         notes.append(f"data_order.jsonl has no line of update {missing:,}: the tokens of such updates are not compared")
     scores = read_json_or_note(folder / "scores.json", notes, json_files.SCORES)
+    for name, value in scored_as.items():  # a model with a prefix was added, for example
+        if scores is not None and scores.get(name, value) != value:
+            notes.append(
+                f"scores.json is left out: its {name} is {scores[name]}, not {value}; run smlp compare run again"
+            )
+            scores = None
     zeroshot = read_json_or_note(folder / "zeroshot.json", notes, json_files.ZEROSHOT)
     health = tuple(read_lines_and_note(folder / "router_health.jsonl", notes, json_files.HEALTH_LINE))
     environments = tuple(read_lines_and_note(folder / "environment.jsonl", notes))
