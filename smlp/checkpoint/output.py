@@ -157,7 +157,8 @@ def _check_optimizer(checkpoint: Checkpoint) -> None:
             if shape and (number >= len(shapes) or shape[0] != shapes[number][0]):
                 raise UserError(
                     f"the optimizer state in {checkpoint.path} does not match the model's {len(shapes)} parameters "
-                    f"({moment} {number} has shape {shape}), as with --fp16, which joins them: give --no-optimizer"
+                    f"({moment} {number} has shape {shape}), as with --fp16, which joins them, or adafactor, which "
+                    "keeps means: give --no-optimizer"
                 )
 
 

@@ -40,7 +40,8 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
     """Do what is not done yet in an experiment; return the exit status.
 
     Raises:
-        UserError: data or an option are wrong, or the folder belongs to another experiment.
+        UserError: data or an option are wrong, the folder belongs to another experiment, or runs are to be scored while
+            the grid is not over.
     """
     on_cluster = experiment.resources.where == "slurm" and not only_scores
     with folder.locked():
@@ -54,7 +55,13 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
         if only_scores:  # scoring uses one process, however many the training used
             experiment = replace(experiment, resources=replace(experiment.resources, where="local", ranks=1, jobs=1))
         machine = Machine.of(experiment, torch.cuda.device_count())
-        tuning = [] if only_scores else tuning_runs(experiment, models)
+        tuning = tuning_runs(experiment, models)
+        if only_scores:
+            own = [(folder.run(run.folder), run.updates) for run in tuning]
+            left = [one for one, updates in own if one.state()["state"] != FAILED and not is_trained(one, updates)]
+            if left:
+                raise UserError(f"{len(left)} of {len(own)} runs of the grid are not over, which choose what is scored")
+            tuning = []
         stopped, chosen = None, {}
         if tuning:
             _note_environment(experiment, folder, tuning, machine)

@@ -332,6 +332,18 @@ def test_time_left_of_a_run(tmp_path):
 CLUSTER = FILE + "run: {where: slurm, nodes: 1, gpus_per_node: 2}\n"
 
 
+def test_nothing_is_scored_while_the_grid_is_not_over(planned, monkeypatch):
+    """A value would be chosen from a part of it."""
+    experiment, models, folder = planned(CLUSTER)
+    folder.path.mkdir()
+    monkeypatch.setattr(experiment_run, "_prepare", lambda experiment, folder: ("data-bin", models))
+    first, *rest = tuning_runs(experiment, models)
+    folder.run(first.folder).update_state(state=FAILED)
+    with pytest.raises(UserError, match=f"{len(rest)} of {len(rest) + 1} runs of the grid are not over"):
+        experiment_run.run_experiment(experiment, folder, only_scores=True)
+    assert not folder.tuned.exists()
+
+
 def test_jobs_that_come_to_nothing_are_submitted_again_but_not_for_ever(planned, monkeypatch, capsys):
     experiment, models, folder = planned(CLUSTER)
     folder.path.mkdir()
