@@ -52,7 +52,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("scores",),
         help="train nothing; score the trained models (as the scoring job on a cluster does)",
     )
-    status_parser = _add_action(actions, "status", "progress of the runs", _STATUS_EPILOG, _status)
+    status_parser = _add_action(
+        actions,
+        "status",
+        "progress of the runs, as the last command of the folder planned them",
+        _STATUS_EPILOG,
+        _status,
+    )
     status_parser.add_argument("--json", metavar="FILE", help="also write the result here")
     report_parser = _add_action(
         actions, "report", "tables and figures from the folder of the runs", _REPORT_EPILOG, _report

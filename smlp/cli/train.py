@@ -46,7 +46,7 @@ DESCRIPTION = (
         "fairseq-train with this package loaded. All arguments are passed on unchanged. The defaults are "
         f"--task language_modeling, --arch {DEFAULT_ARCH}, the --tokens-per-sample that the architecture was "
         f"designed for, batches of {TOKENS_PER_BATCH} tokens and Adam at a learning rate of 5e-4. The save-dir "
-        f"also gets {DICTIONARY} and the tokenizer's files from DATA."
+        f"also gets {DICTIONARY} and the tokenizer's files from DATA (not of sentence_prediction)."
     )
     + "\n\n"
     + textwrap.fill(
@@ -147,13 +147,16 @@ def prepare(cfg: Any) -> list[Path]:
     from smlp.fairseq_compat.loading import check_dictionary_of
 
     task = cfg.task
+    saves = cfg.distributed_training.distributed_rank == 0 and not cfg.checkpoint.no_save
+    if getattr(task, "_name", None) == "squad" and saves and (Path(task.data) / DICTIONARY).is_file():
+        return copy_companions(Path(task.data), Path(cfg.checkpoint.save_dir))
     if getattr(task, "_name", None) not in ("language_modeling", "masked_lm"):
         return []
     directories = split_paths(task.data)
     check_dictionary(directories[0])
     if getattr(cfg.dataset, "dataset_impl", None) not in ("raw", "fasta"):
         check_split(directories[0], cfg.dataset.train_subset)
-    if cfg.distributed_training.distributed_rank == 0 and not cfg.checkpoint.no_save:
+    if saves:
         last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"
         if last.is_file():  # check before a dictionary is copied into its folder
             check_dictionary_of(str(last), directories[0], cfg.model)

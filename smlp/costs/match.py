@@ -133,12 +133,13 @@ def match(
     found = [choice for choice in whole if choice.matches and choice.share_moved <= SHARE_RANGE]
     if found:
         return min(found, key=lambda choice: (choice.share_moved, abs(choice.difference)))
-    choices = whole + [
-        replace(choice, config=_with_nearest_width(choice.config, target, FFN_RANGE)) for choice in whole
-    ]
-    found = [choice for choice in choices if choice.matches]
-    if found:
-        return min(found, key=lambda choice: 2 * choice.share_moved + choice.width_moved)
+    choices = list(whole)
+    for around in (0, 3):  # steps of F may pass over the target with every number of layers next to it
+        configs = _layer_choices(start, target, around)
+        choices += [Match(arch, start, _with_nearest_width(config, target, FFN_RANGE), target) for config in configs]
+        found = [choice for choice in choices if choice.matches]
+        if found:
+            return min(found, key=lambda choice: 2 * choice.share_moved + choice.width_moved)
     return min(choices, key=lambda choice: abs(choice.difference))
 
 
@@ -179,8 +180,8 @@ def _start(arch: str, overrides: dict[str, Any]) -> ModelConfig:
     return preset(arch, **own)
 
 
-def _layer_choices(start: ModelConfig, target: float) -> Iterator[ModelConfig]:
-    """Yield, for each number of sparse layers, the two numbers of dense layers next to the target."""
+def _layer_choices(start: ModelConfig, target: float, around: int = 0) -> Iterator[ModelConfig]:
+    """Yield, for each number of sparse layers, the two numbers of dense layers next to the target, and more around."""
 
     def cost(num_dense: int, num_sparse: int) -> float:
         return flops_per_token(replace(start, num_dense_layers=num_dense, num_sparse_layers=num_sparse))
@@ -195,7 +196,8 @@ def _layer_choices(start: ModelConfig, target: float) -> Iterator[ModelConfig]:
     for num_sparse in range(1, max(1, math.ceil(for_layers / sparse)) + 1) if start.num_sparse_layers else (0,):
         least = num_sparse if start.sparse_placement == "alternate" else int(num_sparse == 0)
         wanted = (for_layers - num_sparse * sparse) / dense
-        for num_dense in sorted({max(math.floor(wanted), least), max(math.ceil(wanted), least)}):
+        first, last = math.floor(wanted) - around, math.ceil(wanted) + around
+        for num_dense in sorted({max(number, least) for number in range(first, last + 1)}):
             yield replace(start, num_dense_layers=num_dense, num_sparse_layers=num_sparse)
 
 

@@ -31,6 +31,8 @@ FREE = {
     **dict.fromkeys(("gelu", "silu", "sigmoid", "softmax", "tanh", "mean"), _ELEMENTWISE),
     **dict.fromkeys(("embedding", "index_select", "index_copy", "index_add_", "pad", "tril", "unflatten"), _MOVES),
     **dict.fromkeys(("expand_as", "flip", "unfold", "where"), _MOVES),
+    **dict.fromkeys(("abs", "cos", "log", "pow", "sin"), "of tables of positions or distances, not of features"),
+    "index_put": _MOVES,
     **dict.fromkeys(("argsort", "bincount", "cumsum", "empty_like", "le", "lt", "numel"), _INDICES),
 }
 

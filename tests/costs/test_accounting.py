@@ -11,6 +11,7 @@ from torch import nn
 
 import smlp
 from smlp.cli import main
+from smlp.cli.flops import account
 from smlp.config import unflatten
 from smlp.config.presets import PRESETS, preset
 from smlp.costs import counted, formula
@@ -257,6 +258,13 @@ def test_blocks_are_alike_if_modules_and_sizes_are():
     assert kinds == [0, 0, 1, 0, 0, 1, 0, 0] and list(distinct) == [blocks[0], blocks[2]]
     blocks[4] = build_without_weights(preset("smlp_tiny", max_tokens=64)).blocks[0]  # other spatial weights
     assert counted.distinct_blocks(blocks)[1] == [0, 0, 1, 0, 2, 1, 0, 0]
+
+
+@pytest.mark.parametrize("scores", ["rotary", "relative"])
+def test_tables_of_positions_are_free_also_in_the_smallest_models(scores):
+    sizes = {"embed_dim": 16, "ffn_dim": 32, "num_heads": 1, "num_dense_layers": 1, "max_tokens": 16, "vocab_size": 30}
+    config = preset("dense_lm_tiny", transformer_attention=scores, positions="none", **sizes)
+    assert account(config, 1, None, None)["agrees"]
 
 
 def test_own_shares_add_up():

@@ -93,6 +93,12 @@ def test_no_settings_are_said_to_be_none(capsys, tmp_path):
     assert "--num-dense-layers 1 --num-sparse-layers 0 --ffn-dim 3072" in shown
 
 
+def test_widths_may_need_fewer_layers_than_the_next_numbers():
+    """Steps of F by 8 pass over the target with 22 and with 23 layers."""
+    found = match("dense_lm", 1e5, overrides={"embed_dim": 16, "max_tokens": 32, "vocab_size": 301})
+    assert found.matches and found.config.num_dense_layers < 22 and found.config.ffn_dim > 64
+
+
 @pytest.mark.parametrize("words", [["--like", "smlp_tiny"], ["--like", "smlp", "--vary", "ffn"]])
 def test_match_command(words, capsys, tmp_path):
     assert main.main(["match", *words, "--json", str(tmp_path / "match.json")]) == 0

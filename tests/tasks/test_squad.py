@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from squad_data import ASKED, write_squad, write_tokenizer
 
 from smlp.cli.main import main
+from smlp.cli.train import prepare
 from smlp.errors import UserError
 from smlp.text.tokenizer import load_tokenizer
 
@@ -201,6 +203,17 @@ def test_a_given_threshold_is_kept(data, tmp_path):
     stats = validate(task, "valid1", 4, sure)
     assert stats["no_answer_threshold"] == -1000 and stats["em"] == round(100 * 2 / 7, 2)
     assert set(json.loads(path.read_text()).values()) == {""}
+
+
+def test_the_save_dir_gets_the_dictionary(data, tmp_path):
+    """With ``smlp train``."""
+    cfg = SimpleNamespace(
+        task=SimpleNamespace(_name="squad", data=str(data[0])),
+        distributed_training=SimpleNamespace(distributed_rank=0),
+        checkpoint=SimpleNamespace(no_save=False, save_dir=str(tmp_path / "ck")),
+    )
+    assert tmp_path / "ck" / "dict.txt" in prepare(cfg)
+    assert (tmp_path / "ck" / "dict.txt").read_bytes() == (data[0] / "dict.txt").read_bytes()
 
 
 def test_wrong_options_and_data_are_one_sentence(data, tmp_path):
