@@ -56,6 +56,7 @@ def test_a_split_checkpoint_says_who_holds_what(parts: Path) -> None:
     assert all(order[position] == name for name, position in index["positions"].items())
 
 
+@pytest.mark.slow
 def test_training_on_from_a_merged_split_is_training_on(tmp_path: Path, tiny_data: Path, run_fairseq_many) -> None:
     """A real fairseq run: from its checkpoint, from the same in parts, and from an export without an optimizer."""
     settings = ("--embed-dim", 16, "--ffn-dim", 32, "--num-heads", 2, "--num-experts", 4, "--dropout", 0)

@@ -148,6 +148,7 @@ def test_a_closed_pipe_is_quiet() -> None:
         assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_closed_streams_are_empty_ones(tmp_path: Path) -> None:
     """What is opened next would otherwise take the place of the standard output."""
     shell = f"{sys.executable} -m smlp"

@@ -31,6 +31,7 @@ def test_two_ranks_of_this_machine_pass_all_checks(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_there_is_a_problem_and_not_made(tmp_path):
     folder = tmp_path / "no" / "folder"
     run = run_python("-m", "smlp", "doctor", "--parallel", "--nproc", "2", "--dir", folder, timeout=150)

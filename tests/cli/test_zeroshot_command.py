@@ -117,6 +117,7 @@ def test_the_report_is_what_plain_forward_passes_say(model, data, tmp_path, caps
     assert all(name in printed for name in ("HellaSwag", "average", "95 % interval", "prefix </s>", "newline eos"))
 
 
+@pytest.mark.slow
 def test_ranks_write_the_same_files(model, data, tmp_path):
     path, _ = model
     command = ["--tasks", "copa,record", "--batch-tokens", "60"]
@@ -142,6 +143,7 @@ def test_half_precision(model, data, tmp_path):
     assert half != exact and half == pytest.approx(exact, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "num_ranks"), [("smlp_tiny", 4), ("gmlp_moe_tiny", 2)])
 def test_ranks_share_the_experts(arch, num_ranks, data, tmp_path):
     """Batches are others, so numbers agree up to rounding; a rank without a batch has experts for the others."""

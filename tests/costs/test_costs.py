@@ -275,6 +275,7 @@ def test_blocks_are_named_only_as_long_as_asked_for():
 TINY = ["costs", "--arch", "smlp_tiny", "--tokens", "8", "--experts", "4", "--batch-size", "1", "--updates", "1"]
 
 
+@pytest.mark.slow
 def test_the_command_on_two_processes(tmp_path):
     trace, report = tmp_path / "trace.json", tmp_path / "costs.json"
     options = ["--npr", "2", "--trace", trace, "--json", report]  # as argparse allows

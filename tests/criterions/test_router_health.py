@@ -132,6 +132,7 @@ def test_fairseq_logs_a_bounded_number_of_keys(runs):
     assert {key for key in hashed if key.startswith("router_")} == {*LOGGED, REALISED} - absent
 
 
+@pytest.mark.slow
 def test_tensorboard_and_wandb_show_each_layer(tiny_data, tmp_path, monkeypatch):
     """The figures of ``router_health.jsonl``, next to what fairseq writes."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -378,6 +378,7 @@ def test_what_the_harness_cannot_do_is_one_sentence(path, data, capsys):
     assert "lm-evaluation-harness cannot run copa (ValueError: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_mistakes_in_a_task_of_ones_own_are_one_sentence(path, data, tmp_path, capsys):
     definition = {
         "task": "mine", "dataset_path": "json", "output_type": "generate_until", "validation_split": "validation",

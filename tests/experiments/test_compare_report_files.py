@@ -404,6 +404,7 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats, c
     assert "inf" not in words and "nan" not in words
 
 
+@pytest.mark.slow
 def test_a_report_takes_the_place_of_nothing_but_a_report(out, capsys):
     mine = out / "there" / "report.md"
     mine.parent.mkdir()
@@ -427,6 +428,7 @@ def test_a_report_takes_the_place_of_nothing_but_a_report(out, capsys):
     assert mine.read_text().startswith("# A made-up experiment\n")
 
 
+@pytest.mark.slow
 def test_a_report_leaves_nothing_of_an_earlier_one(out, tmp_path):
     shutil.copytree(run_folder(out, "gMLP", 1), tmp_path / "run")
     shutil.rmtree(run_folder(out, "gMLP", 1))

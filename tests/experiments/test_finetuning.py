@@ -360,6 +360,7 @@ def test_devlins_row_stands_beside_bert(asked, tmp_path, arch, task, version_2, 
     assert ("Those of Devlin et al., 2018, which its table repeats, are of" in said) == (devlin is not None)
 
 
+@pytest.mark.slow
 def test_an_encoder_is_fine_tuned_on_real_data(tiny_data, tmp_path, capsys, run_fairseq_many):
     """Two real trainings; the label is the verb of the sentence, so both learn it."""
     args = [

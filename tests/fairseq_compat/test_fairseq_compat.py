@@ -259,6 +259,7 @@ raise KeyboardInterrupt
 """
 
 
+@pytest.mark.slow
 def test_no_thread_is_inside_of_torch_when_python_shuts_down() -> None:
     """In C++, Python ends such a thread by an exception that nobody catches: SIGABRT instead of status 130."""
     done = run_python("-c", READING, timeout=60)

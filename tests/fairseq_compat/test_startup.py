@@ -38,6 +38,7 @@ if progress_bar.wandb is not None:  # an extra
 """
 
 
+@pytest.mark.slow
 def test_what_takes_seconds_is_imported_when_it_is_used():
     done = run_python("-c", IMPORTS, timeout=60)
     assert done.rc == 0, done.stderr

@@ -143,6 +143,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_pass_its_batches_ends_the_run(tiny_data):
     """It would only print why, and training would wait for ever."""
     small = ["--embed-dim", "16", "--ffn-dim", "16", "--num-dense-layers", "1", "--tokens-per-sample", "32"]

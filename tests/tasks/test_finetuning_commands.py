@@ -86,6 +86,7 @@ def validations(run):
     return found
 
 
+@pytest.mark.slow
 def test_every_metric_of_glue_is_logged_on_any_number_of_ranks(tiny_data, tmp_path, pretrained, run_fairseq_many):
     cases, names = [], []
     for name in LABELS:
@@ -118,6 +119,7 @@ def test_every_metric_of_glue_is_logged_on_any_number_of_ranks(tiny_data, tmp_pa
         assert (tmp_path / f"{name}-2" / "checkpoint_best.pt").is_file()
 
 
+@pytest.mark.slow
 def test_squad_is_scored_alike_on_any_number_of_ranks_and_afterwards(tiny_data, tmp_path, pretrained, run_fairseq_many):
     files, out = write_squad(tmp_path / "files"), tmp_path / "data"
     command = printed(

@@ -278,6 +278,7 @@ def on_two_ranks(digits, out, *options):
     assert process.returncode == 0, output
 
 
+@pytest.mark.slow
 def test_two_ranks_evaluate_every_image_once_and_resume(digits, tmp_path):
     """With an odd number of images, so that timm's sampler repeats one."""
     digits = shutil.copytree(digits, tmp_path / "digits")
@@ -295,6 +296,7 @@ def test_two_ranks_evaluate_every_image_once_and_resume(digits, tmp_path):
         assert same(whole[name], resumed[name]), name
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_updates_of_one(digits, tmp_path):
     """All 160 images are one batch on one rank, and two halves on two."""
     options = [
