@@ -46,7 +46,9 @@ def in_order(folders: Sequence[Path], subset: str | None) -> list[Results]:
     known: dict[str, tuple[object, Path]] = {}
     for experiment in experiments:
         for what, value in _facts(experiment, subset).items():
-            first, folder = known.setdefault(what, (value, experiment.folder)) if value is not None else (None, None)
+            if value is None:
+                continue
+            first, folder = known.setdefault(what, (value, experiment.folder))
             if first != value:
                 raise UserError(f"{folder} and {experiment.folder} cannot be compared: {what} is {first} and {value}")
     for one, other in itertools.pairwise(experiments):

@@ -32,8 +32,9 @@ static_checks() {
 }
 
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} $([ -n "${PYTHON:-}" ] || echo python3 python3.12 python3.11); do
+    local candidate candidates=(python3 python3.12 python3.11)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c "$VERSION_CHECK; import venv, ensurepip" 2>/dev/null; then
             echo "$candidate"
             return

@@ -257,15 +257,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def check_ranks(args: argparse.Namespace) -> int:
     """Check the ranks that torchrun or srun started, or start some on this machine and check them."""
+    from smlp.cli.options import refuse_other_ranks
     from smlp.launch.ranks import has_terminal, place_of
 
     place = place_of(os.environ, is_interactive=has_terminal())
     if place is None:
         return _start_ranks(args)
-    if args.nproc not in (None, place.world_size):
-        raise UserError(
-            f"--nproc {args.nproc}, but {place.launcher} started {place.world_size} ranks already: leave it out"
-        )
+    refuse_other_ranks(args.nproc, place)
     return _check_as_rank(place, args)
 
 

@@ -33,17 +33,8 @@ exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same
 #: options of fairseq-train that the command decides itself
 _OWN = (
     *("--lr", "--batch-size", "--max-sentences", "--seed", "--max-update", "--max-epoch", "--total-num-update"),
-    *(
-        "--warmup-updates",
-        "--save-dir",
-        "--restore-file",
-        "--finetune-from-model",
-        "--arch",
-        "-a",
-        "--task",
-        "--criterion",
-    ),
-    *("--optimizer", "--lr-scheduler", "--dropout", "--attention-dropout", "--weight-decay"),
+    *("--warmup-updates", "--save-dir", "--restore-file", "--finetune-from-model", "--arch", "-a", "--task"),
+    *("--criterion", "--optimizer", "--lr-scheduler", "--dropout", "--attention-dropout", "--weight-decay"),
     *("--log-file", "--log-format", "--valid-subset", "--max-positions", "--cpu", "--disable-validation"),
     *("--update-freq", "--max-tokens", "--required-batch-size-multiple"),
 )

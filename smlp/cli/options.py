@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from smlp.config import ModelConfig
     from smlp.inference.language_model import LanguageModel
     from smlp.inference.masked import MaskedLanguageModel
+    from smlp.launch.ranks import Place
     from smlp.parallel import Ranks
 
 
@@ -158,6 +159,16 @@ def add_spread_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def refuse_other_ranks(nproc: int | None, place: Place) -> None:
+    """Refuse a ``--nproc`` that contradicts the launcher.
+
+    Raises:
+        UserError: the message names both numbers.
+    """
+    if nproc not in (None, place.world_size):
+        raise UserError(f"--nproc {nproc}, but {place.launcher} started {place.world_size} ranks already: leave it out")
+
+
 def as_team(args: argparse.Namespace, work: Callable[[Team], int]) -> int:
     """Do the work here, on the ranks that ``--nproc`` asks for, or as one of the ranks that a launcher started.
 
@@ -175,10 +186,8 @@ def as_team(args: argparse.Namespace, work: Callable[[Team], int]) -> int:
         from smlp.launch.local import run_ranks, this_program
 
         return run_ranks([*this_program(), *args.words], args.nproc)
-    if place is not None and args.nproc not in (None, place.world_size):
-        raise UserError(
-            f"--nproc {args.nproc}, but {place.launcher} started {place.world_size} ranks already: leave it out"
-        )
+    if place is not None:
+        refuse_other_ranks(args.nproc, place)
     with team_at(place, args.device) as team:
         return work(team)
 
