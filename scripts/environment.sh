@@ -40,7 +40,7 @@ find_python() {
             return
         fi
     done
-    fail "Python 3.11 or 3.12 with venv is needed; found $(python3 --version 2>&1 || echo none). Name one with PYTHON=/path/to/python3.12"
+    fail "Python 3.11 or 3.12 with venv is needed; found $("${candidates[0]}" --version 2>/dev/null || echo none). Name one with PYTHON=/path/to/python3.12"
 }
 
 make_environment() {
