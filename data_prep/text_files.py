@@ -8,11 +8,11 @@ text is in two. :mod:`data_prep.corpus` describes the files written.
 from __future__ import annotations
 
 import argparse
+import hashlib
 from collections import Counter
 from pathlib import Path
 
 from data_prep.corpus import SPLITS, Document, Splits, assert_disjoint, build_corpus, write_corpus
-from data_prep.flow.streams import sha256_of
 from smlp.cli.main import guarded
 from smlp.errors import UserError
 from smlp.files import read_bytes
@@ -27,10 +27,17 @@ def read_text(path: Path) -> str:
     Raises:
         UserError: it is missing, unreadable, blank, or not UTF-8 (with line and byte offset).
     """
+    return _text_of(path, _content_of(path))
+
+
+def _content_of(path: Path) -> bytes:
     try:
-        content = read_bytes(path)
+        return read_bytes(path)
     except OSError as error:
         raise UserError(f"text file {path} cannot be read: {error.strerror}") from error
+
+
+def _text_of(path: Path, content: bytes) -> str:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -93,9 +100,10 @@ def build(out: Path, paths: list[Path]) -> dict:
     """
     documents, described = [], []
     for path in paths:
-        text = read_text(path)
+        content = _content_of(path)  # read once, for it may be a pipe
+        text = _text_of(path, content)
         documents += documents_of(text, str(path))
-        described.append({"name": str(path), "sha256": sha256_of(path), "chars": len(text)})
+        described.append({"name": str(path), "sha256": hashlib.sha256(content).hexdigest(), "chars": len(text)})
     num_paragraphs = sum(len(document.paragraphs) for document in documents)
     names = ", ".join(map(str, paths))
     if num_paragraphs < MIN_PARAGRAPHS:

@@ -10,7 +10,7 @@ set -euo pipefail
 
 EXAMPLES="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 USER_DIR="$EXAMPLES/../smlp" # of the clone; outside a clone, the installed package
-[ -d "$USER_DIR" ] || USER_DIR="$(smlp user-dir)"
+[ -f "$USER_DIR/__init__.py" ] || USER_DIR="$(smlp user-dir)"
 PAPER_GPUS=32
 
 # recipe ARCH CONTEXT BATCH_SIZE ACCUMULATE OPTIONS... -- DATA SAVE_DIR MORE...

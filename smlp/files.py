@@ -350,7 +350,12 @@ def copy_whole(source: str | Path, target: str | Path) -> None:
         OSError: the source cannot be read.
     """
     with open(source, "rb") as original:
-        write_whole(target, lambda file: shutil.copyfileobj(original, file, 1 << 20))
+
+        def copy(file: BinaryIO) -> None:
+            original.seek(0)  # another attempt begins anew
+            shutil.copyfileobj(original, file, 1 << 20)
+
+        write_whole(target, copy)
 
 
 def write_whole(target: str | Path, content: bytes | Callable[[BinaryIO], object]) -> None:

@@ -252,3 +252,18 @@ def test_a_result_can_be_written_again(tmp_path):
     ):
         with pytest.raises(AssertionError, match=r"add the beginning of \{"):
             write()
+
+
+def test_a_copy_that_fails_once_is_whole(tmp_path, monkeypatch) -> None:
+    content, copy = bytes(range(256)) * 8, files.shutil.copyfileobj
+
+    def breaks_off(source, target, size) -> None:
+        monkeypatch.setattr(files.shutil, "copyfileobj", copy)
+        target.write(source.read(1000))
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files, "_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(files.shutil, "copyfileobj", breaks_off)
+    (tmp_path / "source").write_bytes(content)
+    copy_whole(tmp_path / "source", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == content

@@ -52,6 +52,8 @@ def test_a_wheel_needs_no_clone(built: Path, tmp_path: Path):
     program.chmod(0o755)
     recipe = ("bash", "mine/examples/smlp_tiny.sh", "DATA", "SAVED")
     assert f"--user-dir {built / 'site' / 'smlp'} " in run(built, tmp_path, *recipe, TRAIN_COMMAND="echo")
+    (tmp_path / "mine" / "smlp").mkdir()  # a folder of that name, such as a clone's, is not the package
+    assert f"--user-dir {built / 'site' / 'smlp'} " in run(built, tmp_path, *recipe, TRAIN_COMMAND="echo")
     where = "from smlp.experiments.slurm import scripts_folder; print(scripts_folder())"
     python = (sys.executable, "-c", where)
     assert run(built, tmp_path, *python).strip() == str(built / "site" / "smlp" / "project" / "scripts" / "slurm")

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         _merge(run, finished, args, vocab_size, settings)
     shutil.rmtree(run.out / SEGMENTS, ignore_errors=True)
     manifest = read_manifest(run.out, "binarize")
-    return done.finished(manifest, *_facts(run.out, manifest, args.shards, time.perf_counter() - done.start))
+    return done.finished(manifest, *_facts(manifest, args.shards, done))
 
 
 def parts_of_splits(args: argparse.Namespace) -> dict[str, list[FilePart]]:
@@ -219,7 +219,7 @@ def _left_out(split: str, done: Finished, args: argparse.Namespace) -> bool:
     return empty and split != "train" and args.sample is not None
 
 
-def _facts(out: Path, manifest: dict[str, Any], num_shards: int, seconds: float) -> list[str]:
+def _facts(manifest: dict[str, Any], num_shards: int, done: Report) -> list[str]:
     """Return lines for the terminal: what each split holds, the rate, and how to train on it."""
     lines = [
         f"{split:<5} {row['tokens']:>15,} tokens {row['lines']:>12,} lines {row['ends']:>11,} ends of documents "
@@ -227,6 +227,7 @@ def _facts(out: Path, manifest: dict[str, Any], num_shards: int, seconds: float)
         for split, row in manifest["splits"].items()
     ]
     tokens = sum(row["tokens"] for row in manifest["splits"].values())
-    folders = ":".join(str(out / folder) for folder in shard_folders(num_shards))
+    folders = ":".join(str(done.run.out / folder) for folder in shard_folders(num_shards))
     without = "" if "valid" in manifest["splits"] else " --disable-validation (there is no split valid: see --valid)"
-    return [*lines, f"{tokens / seconds:,.0f} tokens/s; to train: smlp train {shlex.quote(folders)}{without}"]
+    rate = "" if done.is_resumed else f"{tokens / (time.perf_counter() - done.start):,.0f} tokens/s; "
+    return [*lines, f"{rate}to train: smlp train {shlex.quote(folders)}{without}"]

@@ -241,7 +241,7 @@ def navigation(lines: Sequence[str], min_lines: int) -> list[str]:
     """Remove menus.
 
     A menu is ``min_lines`` or more lines in a row of at most three words without punctuation at the end, or a line of
-    four or more such items between bars or arrows (``Home | About | Contact | Help``).
+    four or more such items between bars or arrows (``Home | About | Contact | Help``). Empty lines do not count.
     """
     text = "\n".join([line for line in lines if len(line) <= MENU_LINE_CHARACTERS])
     if any(separator in text for separator in _SEPARATORS):
@@ -249,10 +249,10 @@ def navigation(lines: Sequence[str], min_lines: int) -> list[str]:
     kept: list[str] = []
     run: list[str] = []
     for line in [*lines, None]:
-        if line is not None and _is_menu_item(line):
+        if line is not None and (not line or _is_menu_item(line)):
             run.append(line)
             continue
-        if len(run) < min_lines:
+        if sum(map(bool, run)) < min_lines:
             kept += run
         run = []
         if line is not None:

@@ -9,6 +9,7 @@ entries.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -25,7 +26,10 @@ _TABLE = bytes(ord(chr(code).lower()) if chr(code).isalnum() else 32 for code in
 
 
 def words_of(text: str) -> list[bytes]:
-    """Return the runs of letters and digits, in lower case and UTF-8; everything else only separates them."""
+    """Return the runs of letters and digits with their marks, in lower case and UTF-8; all else only separates them.
+
+    Marks are the vowel signs of Hindi or Thai, for example, without which other words would be the same.
+    """
     text = text.lower()
     if not text.isascii():
         text = _NOT_ASCII.sub(_letters_and_digits, nfc(text))
@@ -33,7 +37,14 @@ def words_of(text: str) -> list[bytes]:
 
 
 def _letters_and_digits(match: re.Match[str]) -> str:
-    return "".join([character if character.isalnum() else " " for character in match[0]])
+    if match[0].isalnum():
+        return match[0]
+    before, kept = match.string[match.start() - 1 : match.start()], []
+    is_word = before.isalnum()
+    for character in match[0]:
+        is_word = character.isalnum() or (is_word and unicodedata.category(character)[0] == "M")
+        kept.append(character if is_word else " ")
+    return "".join(kept)
 
 
 class _Hashes(dict):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,14 @@ def pinned(hub: Hub) -> tuple[Hub, int]:
         return hub, _opened(hub).num_shards
     except Exception as error:  # three libraries, each with its own exceptions; only the message matters
         raise UserError(f"hf:{hub.name}: {_sentence(error)}") from error
+
+
+def files_of(hub: Hub) -> str:
+    """Return a checksum of names, sizes and times of the files, if it is a folder on disk, which has no revision."""
+    folder = Path(hub.name)
+    files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.exists() else []
+    rows = [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest() if rows else ""
 
 
 def rows(hub: Hub, shard: int, num_shards: int, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:

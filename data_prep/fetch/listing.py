@@ -13,7 +13,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from data_prep.fetch.download import DownloadFailed, NotThere, Patience, RemoteFile, download, from_json
 from data_prep.fetch.source import Listing, Source
-from data_prep.flow.streams import COMPRESSIONS, DamagedFile, open_stream, read_json, suffix_of, write_bytes
+from data_prep.flow.streams import DamagedFile, compression_of, open_stream, read_json, suffix_of, write_bytes
 from smlp.errors import UserError
 
 KEPT = "listing.json"
@@ -57,7 +57,7 @@ def list_files(source: Source, options: dict[str, str], folder: Path, patience: 
         files = _listed(source.listing, options, folder, patience)
     if not files:
         raise UserError(f"source {source.name}: its list names no file")
-    files = _named(files, source.format)
+    files = named(files, source.format)
     row = {"definition": source.definition, "options": options, "files": [asdict(file) for file in files]}
     write_bytes(folder / KEPT, json.dumps(row, indent=1).encode())
     return files
@@ -183,13 +183,13 @@ def named_by_format(file_name: str, form: str) -> str:
     if form not in ("jsonl", "txt", "parquet") or suffix_of(Path(file_name)) == f".{form}":
         return file_name
     path = Path(file_name)
-    return f"{path.stem}.{form}{path.suffix}" if path.suffix in COMPRESSIONS else f"{file_name}.{form}"
+    return f"{path.stem}.{form}{path.suffix}" if compression_of(path) else f"{file_name}.{form}"
 
 
-def _named(files: list[RemoteFile], form: str) -> list[RemoteFile]:
+def named(files: list[RemoteFile], form: str) -> list[RemoteFile]:
     """Name files by the last part of the URL and their format, numbered where two are the same."""
     names = [named_by_format(_base_name(file.url), form) for file in files]
-    taken, copies, named = set(names), Counter[str](), []
+    taken, copies, found = set(names), Counter[str](), []
     for file, base in zip(files, names, strict=True):
         copies[base] += 1
         name = base if copies[base] == 1 else f"{copies[base]}-{base}"
@@ -197,5 +197,5 @@ def _named(files: list[RemoteFile], form: str) -> list[RemoteFile]:
             copies[base] += 1
             name = f"{copies[base]}-{base}"
         taken.add(name)
-        named.append(replace(file, name=name))
-    return named
+        found.append(replace(file, name=name))
+    return found

@@ -23,7 +23,7 @@ from data_prep.flow.documents import FORMATS, Defect, Loss, Record, check_format
 from data_prep.flow.manifest import Counts, PartResult, output_paths, write_manifest
 from data_prep.flow.options import COMPRESSIONS
 from data_prep.flow.parts import PART_BYTES, FilePart, find_files, plan_parts, report_left_out, unique_name
-from data_prep.flow.running import STATE, Finished, begin, forget, is_done, run_parts
+from data_prep.flow.running import STATE, Finished, begin, forget, is_done, locked, run_parts
 from data_prep.flow.streams import read_json, sha256_of, write_bytes, write_stream
 from data_prep.flow.workers import PartFailed
 from smlp.files import plain_name
@@ -58,10 +58,10 @@ def fetch(wanted: Wanted) -> Outcome:
     if wanted.restart:
         for name in (KEPT, _SHARDS):
             (wanted.raw / name).unlink(missing_ok=True)
-    files: list[RemoteFile] = []
+    problems: list[str] = []
     if source.from_web:
-        files = list_files(source, wanted.options, wanted.raw, wanted.patience)[: wanted.limit_files]
-        parts = _requested(wanted, [(file.name, asdict(file), file.num_bytes) for file in files])
+        with locked(run):  # another command would write into the same files
+            parts, problems = _downloaded(wanted)
     elif source.hub:
         parts = _requested(wanted, [(name, row, None) for name, row in _shards(wanted)][: wanted.limit_files])
     else:
@@ -69,16 +69,6 @@ def fetch(wanted: Wanted) -> Outcome:
         most = sys.maxsize if wanted.limit_documents else min(PART_BYTES, wanted.file_bytes)
         parts = plan_parts(local, most, cut_text=cut_text)
         parts = [replace(part, source=source.name) for part in parts]
-    problems: list[str] = []
-    if files:
-        index, number = run.share
-        mine = list(zip(files, parts, strict=True))[index::number]
-        absent = [file for file, part in mine if not is_done(run, _PHASE, part)]
-        wanted.refuse_small_disk(absent)
-        if not wanted.delete_downloads:
-            problems = download_all(absent, wanted.raw, wanted.connections, wanted.patience, run.quiet)
-        sizes = [bytes_there(wanted.raw / file.name) or part.size for file, part in zip(files, parts, strict=True)]
-        parts = [replace(part, size=size) for part, size in zip(parts, sizes, strict=True)]
     finished = run_parts(run, _PHASE, parts, partial(convert, wanted=wanted))
     if finished.results is None:
         return Outcome(finished, problems=problems or finished.failed)
@@ -91,10 +81,26 @@ def fetch(wanted: Wanted) -> Outcome:
     return Outcome(finished, manifest)
 
 
+def _downloaded(wanted: Wanted) -> tuple[list[RemotePart], list[str]]:
+    """Download what is missing of this share; return the parts of all files, and problems."""
+    run, problems = wanted.run, []
+    files = list_files(wanted.source, wanted.options, wanted.raw, wanted.patience)[: wanted.limit_files]
+    parts = _requested(wanted, [(file.name, asdict(file), file.num_bytes) for file in files])
+    index, number = run.share
+    mine = list(zip(files, parts, strict=True))[index::number]
+    absent = [file for file, part in mine if not is_done(run, _PHASE, part)]
+    wanted.refuse_small_disk(absent)
+    if not wanted.delete_downloads:
+        problems = download_all(absent, wanted.raw, wanted.connections, wanted.patience, run.quiet)
+    sizes = [bytes_there(wanted.raw / file.name) or part.size for file, part in zip(files, parts, strict=True)]
+    return [replace(part, size=size) for part, size in zip(parts, sizes, strict=True)], problems
+
+
 def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
     """Return name and request of each shard, for the revision that the first command found."""
     kept = wanted.raw / _SHARDS
-    key = {"hub": asdict(wanted.source.hub)}
+    files = hub.files_of(wanted.source.hub)
+    key = {"hub": asdict(wanted.source.hub), "files": files}
     row = read_json(kept)
     if row is None or row["key"] != key:
         dataset, number = hub.pinned(wanted.source.hub)
@@ -102,7 +108,10 @@ def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
         write_bytes(kept, json.dumps(row, indent=1).encode())
     dataset, number = Hub(**row["hub"]), row["num_shards"]
     return [
-        (f"{dataset.split}-{shard:05d}-of-{number:05d}", {"hub": row["hub"], "shard": shard, "num_shards": number})
+        (
+            f"{dataset.split}-{shard:05d}-of-{number:05d}",
+            {"hub": row["hub"], "shard": shard, "num_shards": number, **({"files": files} if files else {})},
+        )
         for shard in range(number)
     ]
 
@@ -198,14 +207,15 @@ class Writer:
         self._suffix, self._file_bytes, self._limit = suffix, file_bytes, limit
         self._record = out / STATE / "pieces" / f"{name}.json"
         self._counts, self._defects, self._outputs, self._read = Counts(), [], [], 0
+        self._is_over = False  # what follows the last document is counted as well
         self._resume()
 
     def write(self, pieces: Iterator[Record | Loss | Defect]) -> PartResult:
         """Write the remaining documents; the result covers all of them."""
-        left = self._read
+        left = 0 if self._is_over else self._read
         while left > 0 and (piece := next(pieces, None)) is not None:
             left -= not isinstance(piece, Defect)  # a document that was slow has one, and may be fast now
-        lines = self._lines(pieces)
+        lines = iter(()) if self._is_over else self._lines(pieces)
         for line in lines:
             path = self._out / f"{self._name}-{len(self._outputs):05d}.jsonl{self._suffix}"
             documents, size = 1, len(line)
@@ -224,7 +234,7 @@ class Writer:
         for piece in pieces:
             if isinstance(piece, Record) and self._limit is not None and counts.kept == self._limit:
                 counts.other["parts cut short by --limit-documents"] += 1
-                return
+                break
             self._read += not isinstance(piece, Defect)
             if isinstance(piece, Defect):
                 self._defects.append({"problem": piece.problem, "where": piece.where})
@@ -234,9 +244,11 @@ class Writer:
                 counts.keep()
                 counts.other["bytes of text"] += len(piece.text.encode("utf-8", "surrogatepass"))
                 yield piece.line()
+        self._is_over = True
 
     def _note(self) -> None:
-        row: dict[str, Any] = {"key": self._key, "read": self._read, "counts": self._counts.to_json()}
+        row: dict[str, Any] = {"key": self._key, "read": self._read, "over": self._is_over}
+        row["counts"] = self._counts.to_json()
         row |= {"outputs": self._outputs, "defects": self._defects}
         write_bytes(self._record, json.dumps(row).encode())
 
@@ -248,6 +260,7 @@ class Writer:
         paths = [(path, output["bytes"]) for path, output in zip(found, row["outputs"], strict=True)]
         if row["key"] == self._key and all(path.is_file() and path.stat().st_size == size for path, size in paths):
             self._counts, self._read = Counts.from_json(row["counts"]), row["read"]
+            self._is_over = row.get("over", False)
             self._outputs, self._defects = row["outputs"], row["defects"]
         else:
             forget(self._out, [self._record], set())

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.fetch.download import Patience, RemoteFile, bytes_there
-from data_prep.fetch.listing import kept_files
+from data_prep.fetch.listing import kept_files, named
 from data_prep.fetch.source import Source
 from data_prep.flow.documents import ReadSettings
 from data_prep.flow.running import StepRun
-from data_prep.flow.streams import suffix_of
+from data_prep.flow.streams import compression_of, suffix_of
 from smlp.errors import UserError
 from smlp.files import existing
 
@@ -74,14 +74,15 @@ class Wanted:
         needed += ["requests"] if source.from_web else []
         needed += ["datasets", "huggingface_hub"] if source.hub else []
         needed += ["pyarrow"] if any(suffix_of(path) == ".parquet" for path in source.paths) else []
-        needed += ["zstandard"] if self.compression == "zst" or any(path.suffix == ".zst" for path in names) else []
+        is_zst = self.compression == "zst" or any(compression_of(path) == ".zst" for path in names)
+        needed += ["zstandard"] if is_zst else []
         return sorted({name for name in needed if importlib.util.find_spec(name) is None})
 
     def known_files(self) -> list[RemoteFile] | None:
         """Return the files that an earlier command found or the source itself names; None if only the server knows."""
-        if self.source.files:
-            return list(self.source.files)[: self.limit_files]
         kept = kept_files(self.source, self.options, self.raw) if self.source.from_web else None
+        if kept is None and self.source.files:
+            kept = named(list(self.source.files), self.source.format)
         return None if kept is None else kept[: self.limit_files]
 
     def sizes(self, files: Sequence[RemoteFile] | None) -> dict[str, int | None]:

@@ -225,6 +225,8 @@ def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Rec
             if past:
                 return
             continue
+        if waiting and past:  # no empty line begins in the part
+            return
         if waiting or (blank and not collected and not too_long):
             continue
         if not collected and not too_long:

@@ -112,6 +112,7 @@ class PartResult:
     # ``{"problem", "where"}`` of defective files
     defects: list[dict[str, str]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)  # anything else that the step gathers
+    smlp: str = __version__  # that did it
 
 
 def counts_of(results: Sequence[PartResult]) -> Counts:
@@ -145,7 +146,7 @@ def write_manifest(
     counts = counts_of(results) if counts is None else counts
     manifest = {
         "step": step,
-        "smlp": __version__,
+        "smlp": ", ".join(sorted({result.smlp for result in results})) or __version__,
         "settings": settings,
         "inputs": inputs,
         "outputs": [output for result in results for output in result.outputs],

@@ -27,7 +27,8 @@ class FilePart:
     source: str  # the corpus, as its documents will say
     start: int = 0  # first byte
     stop: int | None = None  # byte after the last, or None for the end
-    label: str = ""  # the file's path below the input that led to it, for the ids of its documents
+    # for the ids of its documents: the file's path below the input that led to it; with +2 and so on if two are alike
+    label: str = ""
 
     @property
     def prefix(self) -> str:
@@ -164,8 +165,10 @@ def plan_parts(
     """
     parts: list[FilePart] = []
     names: set[str] = set()
+    labels: set[str] = set()
     for place, path in found:
         relative = path.relative_to(place) if place.is_dir() else Path(path.name)
+        label = _unused(str(relative), labels)
         stem = "--".join([*relative.parent.parts, name_of(path).lstrip(".") or "file"])  # no hidden outputs
         source = place.resolve().name if place.is_dir() else name_of(path)
         size = path.stat().st_size
@@ -175,9 +178,7 @@ def plan_parts(
         bounds = [size * index // number for index in range(number)]
         for index, start in enumerate(bounds):
             name = unique_name(stem if number == 1 else f"{stem}-{index:05d}", names)
-            parts.append(
-                FilePart(path, name, source, start, bounds[index + 1] if index + 1 < number else None, str(relative))
-            )
+            parts.append(FilePart(path, name, source, start, bounds[index + 1] if index + 1 < number else None, label))
     return parts
 
 
@@ -190,6 +191,10 @@ def unique_name(name: str, names: set[str]) -> str:
     if len(os.fsencode(name)) > _NAME_BYTES:
         digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
         name = f"{os.fsencode(name)[:_NAME_BYTES].decode('utf-8', 'ignore')}-{digest}"
+    return _unused(name, names)
+
+
+def _unused(name: str, names: set[str]) -> str:
     candidate, copy = name, 1
     while candidate in names:
         copy += 1

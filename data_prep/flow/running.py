@@ -298,19 +298,24 @@ def _stored(out: Path, state: Path, part: FilePart, key: str, temporary: bool = 
 
 def _result(row: dict[str, Any]) -> PartResult:
     """Return what a part's record says of its result."""
-    return PartResult(row["outputs"], Counts.from_json(row["counts"]), row["defects"], row["facts"])
+    counts, version = Counts.from_json(row["counts"]), row.get("smlp", "unknown")  # which early versions did not record
+    return PartResult(row["outputs"], counts, row["defects"], row["facts"], version)
 
 
 MAX_DEFECTS = 20  # most defects on the terminal; the manifest has all of them
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
     """Print the end of a step, timed from here; methods return the exit status, 1 if not one document was kept."""
 
     step: str
     run: StepRun
     start: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        #: whether parts were done before, so that what the whole step did by its time is no rate
+        self.is_resumed = any((self.run.out / STATE).glob("*/*.json"))
 
     def finished(self, manifest: dict[str, Any], *lines: str) -> int:
         """Report that all parts are done and the manifest is written; ``lines`` are added."""
@@ -326,9 +331,10 @@ class Report:
             print(line)
         seconds = time.perf_counter() - self.start
         megabytes = sum(_size(row) for row in manifest["inputs"]) / 1e6
+        rate = f"{megabytes / max(seconds, 1e-9):,.1f} MB/s with {self.run.workers} workers"
         print(
             f"{self.step}: {len(manifest['outputs'])} files in {self.run.out}; {megabytes:,.1f} MB of files read in "
-            f"{seconds:,.1f} s ({megabytes / max(seconds, 1e-9):,.1f} MB/s with {self.run.workers} workers)"
+            f"{seconds:,.1f} s ({'parts were done before' if self.is_resumed else rate})"
         )
         if counts.documents_in and not counts.kept:
             print(

@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import lzma
+import math
 import os
 import socket
 import zlib
@@ -207,11 +208,30 @@ def write_bytes(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def json_line(row: Any) -> bytes:
-    """Return a line of ``.jsonl`` in UTF-8; a row with half of a surrogate pair, which UTF-8 lacks, has escapes."""
+    """Return a line of ``.jsonl`` in UTF-8.
+
+    A row with half of a surrogate pair, which UTF-8 lacks, has escapes. Numbers that JSON lacks, such as the infinity
+    that Python reads from ``1e999``, become strings.
+    """
     try:
-        return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        return _json_line(row)
+    except ValueError:
+        return _json_line(_with_finite_numbers(row))
+
+
+def _json_line(row: Any) -> bytes:
+    try:
+        return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
     except UnicodeEncodeError:
-        return (json.dumps(row) + "\n").encode()
+        return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+def _with_finite_numbers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_finite_numbers(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _with_finite_numbers(part) for name, part in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@
   bash scripts/gpu/compare.sh ...
 
 DIR gets WHAT.json with what each step came to, and a log of each. A step that passed is not done again by the same
-code, as git knows it. No step begins that is likely to outlast M minutes (default: 9); the same command resumes.
+code. No step begins that is likely to outlast M minutes (default: 9); the same command resumes.
 ``--device cpu`` rehearses everything that needs no GPU.
 
 Exit status: 0 all steps passed, 1 one failed, 75 time is up.
@@ -14,6 +14,7 @@ Exit status: 0 all steps passed, 1 one failed, 75 time is up.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -98,12 +99,12 @@ def main(words: list[str] | None = None) -> int:
 def run_steps(steps: list[Step], out: Path, name: str, end: float) -> int:
     """Run what has not passed yet, until ``end`` (of the monotonic clock); return the exit status."""
     record_file = out / f"{name}.json"
-    about = environment()
+    about, code = environment(), _digest_of_code()
     records = json.loads(record_file.read_text())["steps"] if record_file.is_file() else {}
     is_up = False
     for step in steps:
         before = records.get(step.name)
-        if before and before["status"] in (PASSED, SKIPPED) and about["git"] and before.get("git") == about["git"]:
+        if before and before["status"] in (PASSED, SKIPPED) and before.get("code") == code:
             print(f"{step.name}: {before['status']} already")
             continue
         left = end - time.monotonic()
@@ -112,7 +113,7 @@ def run_steps(steps: list[Step], out: Path, name: str, end: float) -> int:
             is_up = True
             continue
         record = _run(step, out, min(60 * step.minutes, left))
-        records[step.name] = {**record, "git": about["git"]}
+        records[step.name] = {**record, "code": code}
         record_file.write_text(json.dumps({"about": about, "steps": records}, indent=2) + "\n")
         print(f"{step.name}: {record['status']} in {record['seconds']:.0f} s: {record['message']}", flush=True)
         if record["status"] == TIME_IS_UP:
@@ -122,6 +123,12 @@ def run_steps(steps: list[Step], out: Path, name: str, end: float) -> int:
         print("time is up: the same command resumes")
         return TIME_IS_UP
     return 1 if any(records[step.name]["status"] == FAILED for step in steps) else 0
+
+
+def _digest_of_code() -> str:
+    """Return a checksum of the package and the scripts; a copy without git has one as well."""
+    files = sorted(path for part in ("smlp", "scripts") for path in (ROOT / part).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def _run(step: Step, out: Path, seconds: float) -> dict[str, object]:

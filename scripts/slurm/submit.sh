@@ -82,8 +82,8 @@ check_run() {
     check_arguments
     local data="${ARGUMENTS[0]:-}"
     data="${data%%:*}"
-    [[ "$data" == -* ]] || [ -f "$data/dict.txt" ] ||
-        fail "there is no dict.txt in '$data': DATA is a folder that fairseq-preprocess writes"
+    [[ "$data" == -* ]] || [ -f "$data/dict.txt" ] || [ -f "$data/input0/dict.txt" ] ||
+        fail "there is no dict.txt in '$data': DATA is a folder that fairseq-preprocess or smlp data writes"
 }
 
 rank_table() {

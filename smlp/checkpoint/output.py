@@ -80,8 +80,10 @@ def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
         raise UserError(f"{target}: a checkpoint to train from must end in .pt, as those of fairseq do")
     check_beside(checkpoint.files, target.parent)
     _make_folder(target)
+    before = _parts_of(target)
     with written_beside(checkpoint.files, target.parent):
         write_whole(target, lambda file: write_torch_file(file, checkpoint.state))
+    remove_unused_parts(target.parent, before)
 
 
 def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None:
@@ -101,9 +103,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
         raise UserError(f"{target} must end in .pt, as checkpoints of fairseq do")
     _check_optimizer(checkpoint)
     check_beside(checkpoint.files, target.parent)
-    before: set[Path] = set()
-    with contextlib.suppress(Exception):  # nothing lies there, or it is no checkpoint
-        before = folders_of_parts(target)
+    before = _parts_of(target)
     state = _copied(checkpoint.state)
     positions, token, size = checkpoint.positions, new_token(), num_experts // num_parts
     tensors = detach(state, names, positions)
@@ -137,6 +137,13 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
             (target.parent / files[0]).parent.parent.rmdir()  # only succeeds if it is empty
         raise
     remove_unused_parts(target.parent, before)
+
+
+def _parts_of(target: Path) -> set[Path]:
+    """Return the folders of parts of what lies at ``target`` now."""
+    with contextlib.suppress(Exception):  # nothing, or no checkpoint
+        return folders_of_parts(target)
+    return set()
 
 
 def _check_optimizer(checkpoint: Checkpoint) -> None:

@@ -170,6 +170,10 @@ def upcycled(
         raise UserError("--data would not be used: it is for the router hash with hash_kind=balanced")
     if router_scale is not None and (config.sparse_block in _GROWN or config.router in ("hash", "gshard")):
         raise UserError(f"--router-scale would not be used: the router of {arch} starts as in a new model")
+    if "centroid_init_gain" in overrides and config.sparse_block not in _GROWN:
+        raise UserError(
+            "--centroid-init-gain would not be used: --router-scale says how the router of copied blocks starts"
+        )
     with without_weights():
         shapes = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
     making = _Making(dense, config, shapes, router_scale, seed, frequencies_V)
@@ -207,6 +211,8 @@ def training_arguments(checkpoint: Checkpoint) -> list[str]:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     options = checkpoint.state["cfg"]["model"]
     words += ["--tokens-per-sample", str(options["tokens_per_sample"])]
+    if options.get("max_target_positions"):
+        words += ["--max-target-positions", str(options["max_target_positions"])]
     return [*words, "--add-bos-token"] if options.get("add_bos_token") else words
 
 

@@ -122,6 +122,8 @@ def _run(args: argparse.Namespace, path: Path, out: Path) -> int:
     experiment = read_experiment(path, args.quick)
     _check_zeroshot(experiment)
     check_folder(out, "--out", "the runs")
+    if args.dry_run and args.only:
+        raise UserError("--dry-run shows trainings, of which --only scores does none: give one of the two")
     if not args.dry_run:
         return run_experiment(experiment, Folder(out), only_scores=args.only == "scores")
     dry_run(experiment, Folder(out))

@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--limit-tokens", **whole(), metavar="N", help="score only the first samples, until they hold N tokens"
     )
     samples = parser.add_argument_group("samples")
-    samples.add_argument("--tokens-per-sample", type=int, metavar="N", help="default: as in training")
+    samples.add_argument("--tokens-per-sample", type=int, metavar="N", help="default: the model's context")
     samples.add_argument(
         "--context-window",
         type=int,
@@ -249,7 +249,7 @@ def _report(
     if sizes is None or np.isnan(scores.log_probs_N).any():
         sizes = decoded_sizes(text.stream, model.tokenizer)
     evaluation = Evaluation(text.stream, scores.log_probs_N, sizes)
-    notes = [*text.notes, *notes_of(model.decoder.config, evaluation, scores.choices, text.original is not None)]
+    notes = [*text.notes, *notes_of(model.decoder.config, evaluation, scores.choices, args)]
     if args.json:
         result = {
             "checkpoint": args.path,
@@ -273,14 +273,14 @@ def _report(
     print_evaluation(text.name, evaluation, seconds, notes)
 
 
-def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_text: bool) -> list[str]:
+def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, args: argparse.Namespace) -> list[str]:
     """Return the notes that a reader needs to compare the numbers.
 
     Args:
         config: of the model.
         evaluation: its result.
         choices: of experts.
-        has_text: whether the original text was given.
+        args: of the command.
     """
     from smlp.config import LEAKY_WARNING
 
@@ -289,14 +289,19 @@ def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, has_
         notes.append(LEAKY_WARNING)
     num_unscored = int((~evaluation.is_scored_N).sum())
     if num_unscored:
-        note = f"{num_unscored:,} of {len(evaluation.is_scored_N):,} tokens are not scored"
-        if config.prefix_tokens:
-            note += (
-                f": the first {config.prefix_tokens} positions of each input choose experts; with --context-window "
-                f"{config.prefix_tokens} all tokens but the first {config.prefix_tokens} of the text are scored"
+        reasons, prefix = [], config.prefix_tokens
+        if args.limit_tokens is not None and args.limit_tokens < len(evaluation.is_scored_N):
+            reasons.append(f"--limit-tokens {args.limit_tokens} ends the text")
+        if prefix and args.context_window >= prefix:
+            reasons.append(f"the first {prefix} positions of the text choose experts")
+        elif prefix:
+            reasons.append(
+                f"the first {prefix} positions of each input choose experts; with --context-window {prefix} all tokens "
+                f"but the first {prefix} of the text are scored"
             )
-        notes.append(note)
-        if has_text:
+        note = f"{num_unscored:,} of {len(evaluation.is_scored_N):,} tokens are not scored"
+        notes.append(": ".join([note, *([", and ".join(reasons)] if reasons else [])]))
+        if args.text is not None:
             notes.append("so words and bytes are those of the decoded tokens that were scored, not of --text")
     if evaluation.unknown_share > 0:
         notes.append(

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 
 from smlp.cli.numbers import MOST_SEED, MOST_SIZE, whole
+from smlp.cli.options import add_tokenizer_option
 
 DESCRIPTION = "check that no later token changes an earlier prediction"
 EPILOG = """examples:
@@ -28,6 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--arch", help="architecture to build with random weights")
     model.add_argument("--path", help="checkpoint to test")
     parser.add_argument("--dict", help="dict.txt of the checkpoint, if it is not next to it or with its data")
+    add_tokenizer_option(parser)
     size = whole(1, MOST_SIZE)
     parser.add_argument("--width", **size, metavar="N", help="H and F to build --arch with (default: 64)")
     parser.add_argument(
@@ -50,14 +52,15 @@ def run(args: argparse.Namespace) -> int:
     from smlp.nn.decoder import Decoder
 
     check_outputs(json=args.json)
-    if args.dict is not None and not args.path:
-        raise UserError(f"--dict {args.dict} would not be used: it is for --path")
+    for option in ("dict", "tokenizer"):
+        if getattr(args, option) is not None and not args.path:
+            raise UserError(f"--{option} {getattr(args, option)} would not be used: it is for --path")
     for option in ("width", "tokens"):
         if args.path and getattr(args, option) is not None:
             raise UserError(f"--{option} is for --arch: a checkpoint has the sizes that it was trained with")
     args.width = 64 if args.width is None else args.width
     if args.path:
-        decoder = load_language_model(args.path, args.dict, what="smlp leak-test").decoder
+        decoder = load_language_model(args.path, args.dict, args.tokenizer, what="smlp leak-test").decoder
     else:
         overrides = {"max_tokens": args.tokens} if args.tokens is not None else {}
         overrides |= {"embed_dim": args.width, "ffn_dim": args.width, "vocab_size": 1000}

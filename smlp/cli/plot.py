@@ -113,10 +113,12 @@ def run(args: argparse.Namespace) -> int:
     samples = text_name = None
     texts = [_as_text(sentence, model) for sentence in args.sentences]
     if args.data is not None:
-        for option in ("--limit-tokens", "--pieces") if isinstance(model, MaskedLanguageModel) else ():
+        routes_text = not isinstance(model, MaskedLanguageModel) and model.core.config.num_sparse_layers > 0
+        for option in () if routes_text else ("--limit-tokens", "--pieces"):
             if of_text[option] is not None:
                 raise UserError(
-                    f"{option} {of_text[option]} would not be used: it is for the text that a decoder routes"
+                    f"{option} {of_text[option]} would not be used: it is for the text that a decoder with experts "
+                    "routes"
                 )
         text = read_text(args, model)
         text_name = Path(text.name).name

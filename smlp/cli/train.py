@@ -92,9 +92,12 @@ def run(args: argparse.Namespace) -> int:
     options = read_launch_options(with_profile_updates(args.arguments))
     if options.dry_run:
         return dry_run(options, default_arguments(options.rest))
+    if options.nproc is not None:
+        check_nproc(options)
     if options.nproc is not None and options.nproc > 1:
         return train_on_ranks(options)
-    return train(options.rest)
+    one_rank = [_WORLD_SIZE, "1"] if options.nproc == 1 else []  # not one on each GPU
+    return train([*options.rest, *one_rank])
 
 
 def train(arguments: list[str]) -> int:
@@ -224,7 +227,7 @@ def check_nproc(options: LaunchOptions) -> None:
     """
     nproc, rest = options.nproc or 1, options.rest
     place = place_of(os.environ, is_interactive=has_terminal())
-    if place is not None:
+    if place is not None and not nproc == place.world_size == 1:
         raise UserError(
             f"--nproc {nproc}, but {place.launcher} started {place.world_size} ranks already: give one of the two"
         )
@@ -251,12 +254,7 @@ def count_gpus(arguments: list[str]) -> int:
 
 
 def train_on_ranks(options: LaunchOptions) -> int:
-    """Run ``smlp train`` once for each rank; return the exit status.
-
-    Raises:
-        UserError: see :func:`check_nproc`.
-    """
-    check_nproc(options)
+    """Run ``smlp train`` once for each rank; return the exit status."""
     heartbeat = option_value(options.rest, "--heartbeat-timeout") or ""
     patience = int(heartbeat) if heartbeat.isdecimal() and int(heartbeat) > 0 else None
     return run_ranks([*this_program(), "train", *options.rest], options.nproc, patience=patience)
@@ -299,7 +297,7 @@ def _ranks(options: LaunchOptions) -> tuple[list[PlannedRank], int]:
     if options.nodes is not None and options.gpus_per_node is not None:
         return ranks_of_nodes(options.nodes, options.gpus_per_node, has_option(options.rest, "--cpu")), 0
     num_gpus = count_gpus(options.rest)
-    if options.nproc is not None and options.nproc > 1:
+    if options.nproc is not None:
         check_nproc(options)
         return ranks_here(options.nproc, num_gpus), 0
     found = ranks_from_environment(os.environ, num_gpus, has_terminal())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.cli.numbers import MOST_SEED, whole
-from smlp.cli.options import add_model_files, load_any_model
+from smlp.cli.options import add_model_files, add_tokenizer_option, load_any_model
 from smlp.cli.vision import add_run_options
 from smlp.errors import UserError
 
@@ -104,6 +104,8 @@ def _cka_options(parser: argparse.ArgumentParser) -> None:
         help="images, or sequences as long as the context (default: %(default)s)",
     )
     parser.add_argument("--batches", **whole(), metavar="N", help="use the first N batches (default: all whole ones)")
+    parser.add_argument("--dict", help="dict.txt of the language models, if it is not found automatically")
+    add_tokenizer_option(parser)
     parser.add_argument("--json", metavar="FILE", help="also write the matrix here")
 
 
@@ -211,6 +213,9 @@ def _cka(args: argparse.Namespace) -> int:
     from smlp.vision.table import aligned
 
     is_text = (Path(args.data_dir) / DICTIONARY).is_file()
+    for option, value in (("--dict", args.dict), ("--tokenizer", args.tokenizer)):
+        if value is not None and not is_text:
+            raise UserError(f"{option} {value} would not be used: {args.data_dir} holds no binarised text")
     found = _cka_of_text(args) if is_text else _cka_of_images(args)
     first, second, matrix = found["first"], found["second"], found["cka"]
     lines = [[name, *(f"{value:.3f}" for value in row)] for name, row in zip(first, matrix, strict=True)]
@@ -243,7 +248,7 @@ def _cka_of_text(args: argparse.Namespace) -> dict[str, Any]:
     names, models = (args.first, args.second), []
     for path in names:
         own = argparse.Namespace(
-            path=path, data=args.data_dir, dict=None, tokenizer=None, device="cpu", text=None,
+            path=path, data=args.data_dir, dict=args.dict, tokenizer=args.tokenizer, device="cpu", text=None,
             gen_subset=args.split or "valid",
         )  # fmt: skip
         models.append(load_model_for(own, Team(), load_any_model))

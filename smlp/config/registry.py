@@ -118,9 +118,16 @@ def _load_file(path: Path) -> None:
     try:
         plugins.import_file(path)
     except BaseException:
-        for name in set(sys.modules) - modules:  # files beside it that it imported; what they registered goes
-            if Path(getattr(sys.modules[name], "__file__", None) or "").resolve().parent == path.parent:
-                del sys.modules[name]
+        beside = {name for name in set(sys.modules) - modules if _lies_beside(path, name.partition(".")[0])}
+        for name in beside:  # that it imported: what they registered goes
+            del sys.modules[name]
         for table, parts in zip(_TABLES, before, strict=True):
             table._parts = parts
         raise
+
+
+def _lies_beside(path: Path, name: str) -> bool:
+    """Return whether a module or package, not this one, is in the folder of a plug-in."""
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "").resolve()
+    folder = file.parent.parent if file.name == "__init__.py" else file.parent
+    return name != __name__.partition(".")[0] and folder == path.parent

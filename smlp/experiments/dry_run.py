@@ -22,6 +22,7 @@ from smlp.experiments.plan import (
     PlannedModel,
     PlannedRun,
     as_json,
+    launch_words,
     main_runs,
     not_done,
     planned_models,
@@ -32,7 +33,7 @@ from smlp.experiments.plan import (
 from smlp.experiments.progress import duration
 from smlp.experiments.spec import Experiment, option_words
 from smlp.experiments.speed import TimedUpdates, dtype_of
-from smlp.experiments.tuning import check_runs
+from smlp.experiments.tuning import check_runs, chosen_so_far
 from smlp.nn.build import model_of
 from smlp.nn.decoder import Decoder
 
@@ -96,7 +97,7 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     resources, gpus = experiment.resources, torch.cuda.device_count()
     is_here = resources.where == "local" and (resources.device != "gpu" or gpus > 0)
     machine = Machine.of(experiment, gpus) if is_here else None
-    runs = _all_runs(experiment, models)
+    runs = _all_runs(experiment, models, folder)
     print_models(experiment, models)
     todo = not_done(folder, runs)
     if len(todo) < len(runs):
@@ -106,13 +107,15 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     if machine and machine.runs_on_a_gpu > 1:
         print(f"  (up to {machine.runs_on_a_gpu} runs share a GPU here, and take longer than that)")
     first = next(run for run in runs if not run.tuning)
-    words = training_words(experiment, first, data, folder.run(first.folder).path)
+    words = [*launch_words(experiment), *training_words(experiment, first, data, folder.run(first.folder).path)]
     print(f"the first run of the comparison:\n  smlp train {shlex.join(words)}")
 
 
-def _all_runs(experiment: Experiment, models: Sequence[PlannedModel]) -> list[PlannedRun]:
+def _all_runs(experiment: Experiment, models: Sequence[PlannedModel], folder: Folder) -> list[PlannedRun]:
+    """Return all runs: with the values that the grid has chosen or, until it is done, with its first."""
     tuning = experiment.tuning
-    expected = {model.name: tuning.values[0] for model in models} if tuning else {}
+    expected = chosen_so_far(experiment, models, folder) if tuning else {}
+    expected = expected or {model.name: tuning.values[0] for model in models if tuning}
     return [*tuning_runs(experiment, models), *main_runs(experiment, models, expected)]
 
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from smlp.checkpoint.index import remove_unused_parts
 from smlp.config import plugins
 from smlp.errors import UserError
 from smlp.experiments.json_files import DATA, EXPERIMENT, RUN, read_json, write_json
@@ -161,11 +162,12 @@ class RunFolder:
         return self.path / "checkpoint_last.pt"
 
     def drop_checkpoints(self, keep_last: bool) -> None:
-        """Remove checkpoints that are no longer needed."""
+        """Remove checkpoints that are no longer needed, with the experts that are spread over files of their own."""
         for path in self.path.glob("checkpoint*"):
             if keep_last and path.name.startswith("checkpoint_last"):
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+        remove_unused_parts(self.path)
 
 
 def check_made_with(folder: Path, before: dict[str, Any], made_with: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from smlp.errors import UserError, last_line
 from smlp.evaluation.zeroshot.readers import READERS
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder
 from smlp.experiments.json_files import SCORES, read_json
-from smlp.experiments.plan import PlannedRun, not_done, training_words
+from smlp.experiments.plan import PlannedRun, launch_words, not_done, training_words
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.progress import Progress, TrainingPlan, reached
 from smlp.experiments.scores import updates_of
@@ -143,8 +143,8 @@ class TrainingChain(Chain):
         return {}
 
     def finish(self) -> None:
-        """Record that all steps are done."""
-        self.folder.update_state(state=DONE, message=None)
+        """Record that all steps are done; without its checkpoints, only the record says that it is trained."""
+        self.folder.update_state(state=DONE, message=None, trained=True)
 
     def fail(self, name: str, what: str, state: str = FAILED) -> None:
         """Record why the run ends here."""
@@ -192,10 +192,8 @@ class RunChain(TrainingChain):
 
     def command(self, name: str) -> list[str]:
         if name == TRAIN:
-            ranks = self.experiment.resources.ranks
-            launch = ["--nproc", str(ranks)] if ranks > 1 else []
             words = training_words(self.experiment, self.run, self.data, self.folder.path)
-            return [*this_program(), "train", *launch, *words]
+            return [*this_program(), "train", *launch_words(self.experiment), *words]
         if name == SCORE:
             return [*this_module("smlp.experiments.scores"), str(self.out.path), self.run.folder]
         wanted = self.experiment.evaluation

@@ -248,6 +248,12 @@ def training_words(experiment: Experiment, run: PlannedRun, data: str, save_dir:
     return words
 
 
+def launch_words(experiment: Experiment) -> list[str]:
+    """Return the option of ``smlp train`` that starts the ranks of a run on this machine; on a cluster, srun does."""
+    resources = experiment.resources
+    return ["--nproc", str(resources.ranks)] if resources.where == "local" and resources.ranks > 1 else []
+
+
 def tuning_runs(experiment: Experiment, models: list[PlannedModel]) -> list[PlannedRun]:
     """Return the runs of the grid."""
     tuning = experiment.tuning

@@ -47,18 +47,18 @@ def reached(log: Path) -> Reached:
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return Reached()
-    updates, train, valid, pace = 0, None, None, None
+    updates, train, pace = 0, None, None
+    valid: dict[str, float] = {}  # by subset
     for line in lines:
         record = log_record(line)
-        for name in record:
-            if name.endswith("_num_updates"):  # of any subset
-                updates = int(record[name])
-        if "valid_num_updates" in record and "valid_loss" in record:
-            valid = of_bits(float(record.get("valid_nll_loss", record["valid_loss"])))
-        elif {"num_updates", "update", "loss"} <= record.keys():
+        for subset in [name.removesuffix("_num_updates") for name in record if name.endswith("_num_updates")]:
+            updates = int(record[f"{subset}_num_updates"])
+            if f"{subset}_loss" in record and subset != "train":  # of an epoch
+                valid[subset] = of_bits(float(record.get(f"{subset}_nll_loss", record[f"{subset}_loss"])))
+        if {"num_updates", "update", "loss"} <= record.keys():
             updates, train = int(record["num_updates"]), of_bits(float(record.get("nll_loss", record["loss"])))
             pace = float(record.get("ups", 0)) or None
-    return Reached(updates, train, valid, pace)
+    return Reached(updates, train, valid.get("valid", next(iter(valid.values()), None)), pace)
 
 
 class TrainingPlan(Protocol):

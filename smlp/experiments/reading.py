@@ -32,6 +32,7 @@ from smlp.files import plain_name
 RESERVED = {
     "seed": "seeds", "max_update": "tokens or updates", "max_epoch": "tokens or updates", "save_dir": "--out",
     "arch": "models", "task": "models", "tokens_per_sample": "tokens_per_sample",
+    "max_target_positions": "tokens_per_sample",
     "batch_size": "batch_size", "update_freq": "update_freq", "max_tokens": "batch_size", "data": "data",
     "log_file": "nothing", "log_format": "nothing", "log_interval": "log_interval", "valid_subset": "evaluate.subsets",
     "validate_interval_updates": "evaluate.validations", "save_interval_updates": "evaluate.validations",

@@ -49,10 +49,15 @@ def check_runs(experiment: Experiment, models: Sequence[PlannedModel], folder: F
     Raises:
         UserError: the message names the run and the first setting that differs.
     """
-    grid = tuning_runs(experiment, models)
-    chosen = best(experiment, models, grid, folder)[0] if grid and not not_done(folder, grid) else {}
-    for run in (*grid, *main_runs(experiment, models, chosen)):
+    chosen = chosen_so_far(experiment, models, folder)
+    for run in (*tuning_runs(experiment, models), *main_runs(experiment, models, chosen)):
         folder.run(run.folder).check(run.made_with(experiment))
+
+
+def chosen_so_far(experiment: Experiment, models: Sequence[PlannedModel], folder: Folder) -> dict[str, Any]:
+    """Return the value that the grid chooses for each model; none while it is not done."""
+    grid = tuning_runs(experiment, models)
+    return best(experiment, models, grid, folder)[0] if grid and not not_done(folder, grid) else {}
 
 
 def best(

@@ -53,7 +53,7 @@ def write_folder(
         UserError: the checkpoint does not fit its configuration, there is no dictionary, the tokenizer cannot be a fast
             tokenizer, the size is invalid, or the folder has files.
     """
-    if not re.fullmatch(r"[1-9][0-9]{0,5}(\.[0-9]+)?[KMGT]B", max_shard_size.upper()):
+    if not re.fullmatch(r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]+)?[KMGT]B", max_shard_size.upper()):
         raise UserError(
             f"--max-shard-size takes a number with KB, MB, GB or TB, such as 5GB; got {max_shard_size!r:.40}"
         )

@@ -33,14 +33,17 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 def int8_product(x: Tensor, weight_OI: Tensor, scale_O1: Tensor, bias_O: Tensor | None) -> Tensor:
     """Return ``W x + b``, (..., I) to (..., O): products of int8 values are summed exactly, in int32.
 
+    The sums are scaled in float32 at least: those of thousands of inputs are beyond float16.
+
     Args:
         x: in floating point.
         weight_OI, scale_O1: of :func:`quantized`.
         bias_O: in floating point.
     """
     x_RI, row_scale_R1 = quantized(x.reshape(-1, x.size(-1)))
-    y_RO = torch._int_mm(x_RI, weight_OI.t()) * row_scale_R1 * scale_O1.t()
-    return (y_RO if bias_O is None else y_RO + bias_O).view(*x.shape[:-1], len(weight_OI))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y_RO = torch._int_mm(x_RI, weight_OI.t()) * row_scale_R1.to(wide) * scale_O1.t()
+    return (y_RO if bias_O is None else y_RO + bias_O).to(x.dtype).view(*x.shape[:-1], len(weight_OI))
 
 
 class Int8Linear(nn.Module):

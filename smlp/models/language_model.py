@@ -170,7 +170,7 @@ def _ranks_for(num_experts: int, args: Any) -> Ranks:
     """Return the ranks of this run. Models without experts need none: fairseq keeps their parameters equal."""
     size = getattr(args, "expert_parallel_size", None)
     if num_experts == 1:
-        if size is not None:
+        if size not in (None, 1):
             logger.warning("--expert-parallel-size has no effect: the model has no experts")
         return one_process(1)
     timeout = collective_timeout(getattr(args, "heartbeat_timeout", None))

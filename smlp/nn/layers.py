@@ -221,15 +221,16 @@ class SpatialWeights(nn.Module):
             with torch.no_grad():
                 self.weight.add_(start.to(self.weight), alpha=average)
 
-    def matrices(self, num_tokens: int | None = None) -> Tensor:
-        """Return the leading rows and columns, for n (default T) tokens, of all matrices, (h, n, n).
+    def matrices(self, num_tokens: int | None = None, only: int | None = None) -> Tensor:
+        """Return the leading rows and columns, for n (default T) tokens, of all matrices or of one, (h or 1, n, n).
 
         Of a causal model, what is above the diagonal has no influence.
         """
         num_tokens = self.max_tokens if num_tokens is None else num_tokens
+        weight = self.weight if only is None else self.weight[only : only + 1]
         if not self.is_toeplitz:
-            return self.weight if num_tokens == self.max_tokens else self.weight[:, :num_tokens, :num_tokens]
-        w_hL = F.pad(self.weight, (0, self.max_tokens - 1)) if self.is_causal else self.weight
+            return weight if num_tokens == self.max_tokens else weight[:, :num_tokens, :num_tokens]
+        w_hL = F.pad(weight, (0, self.max_tokens - 1)) if self.is_causal else weight
         return toeplitz_matrices(w_hL, num_tokens)
 
     def project(self, x_Bnhc: Tensor, start: int = 0, gate_Bmhc: Tensor | None = None) -> Tensor:

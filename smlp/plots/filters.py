@@ -153,7 +153,7 @@ class SpatialLayer:
 
     def weight(self, index: int) -> np.ndarray:
         """Return the matrix of one head or expert, ``tril(W)`` in a causal model, (T, T) float32."""
-        weight_TT = self.experts.matrices()[index].detach().float().cpu().numpy()
+        weight_TT = self.experts.matrices(only=index)[0].detach().float().cpu().numpy()
         return np.tril(weight_TT) if self.is_causal else weight_TT
 
     def bias(self, index: int) -> np.ndarray:

@@ -249,6 +249,8 @@ class _Answer:
             before = choice.tokens[-2].token if len(choice.tokens) > 1 else choice.asked.tokens[-1]
             choice.decoder = choice.decoder or tokenizer.decoder(before)
             logprobs = _logprobs(tokenizer, choice.decoder, before, [event], choice.num_given)
+            if event.finish is not None:
+                logprobs["tokens"][-1] += choice.decoder.rest()
             choice.num_given += sum(map(len, logprobs["tokens"]))
         index = first + event.draw
         return [{"index": index, "text": event.shown, "logprobs": logprobs, "finish_reason": choice.finish}]
@@ -266,7 +268,10 @@ class _Answer:
                 known = _logprobs(tokenizer, decoder, prompt[0], rows, 0)
                 known["tokens"][-1] += decoder.rest()  # ids may end within a character
                 echo = "".join(known["tokens"])  # as the model read it, which the offsets of its tokens count
-            new = _logprobs(tokenizer, tokenizer.decoder(prompt[-1]), prompt[-1], choice.tokens, len(echo))
+            decoder = tokenizer.decoder(prompt[-1])
+            new = _logprobs(tokenizer, decoder, prompt[-1], choice.tokens, len(echo))
+            if choice.tokens:
+                new["tokens"][-1] += decoder.rest()
             logprobs = {name: known.get(name, []) + values for name, values in new.items()}
         text = echo + "".join(token.shown for token in choice.tokens)
         # a prompt that was only scored has no end

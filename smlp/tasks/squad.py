@@ -189,7 +189,8 @@ class SquadTask(FairseqTask):
             UserError: its files are missing or damaged, a window has no room for a question, or its answers cannot be
                 written.
         """
-        if self.cfg.predictions_file:
+        is_trained_on = "data_selector" in unused  # which fairseq gives for the training data alone
+        if self.cfg.predictions_file and not is_trained_on:
             _check_predictions_file(self.cfg.predictions_file.replace(_SUBSET, split))
         found = SquadSplit.load(Path(self.cfg.data), split, len(self.dictionary))
         self.datasets[split] = SquadDataset(found, len(self._splits), self.cfg, self.dictionary)

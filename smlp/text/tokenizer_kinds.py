@@ -105,9 +105,16 @@ class SentencePieces:
     def encode_with_offsets(self, line: str) -> tuple[list[int], list[tuple[int, int]]]:
         if hasattr(self._model, "encode_as_offset_mapping"):  # of sentencepiece 0.2.2 or newer, which lacks the other
             found = self._model.encode(line, return_type="offset_mapping")
-            return [self._id_O[number] for number in found["ids"]], found["offsets"]
-        pieces = self._model.encode(line, out_type="immutable_proto").pieces
-        return [self._id_O[piece.id] for piece in pieces], [(piece.begin, piece.end) for piece in pieces]
+            numbers, offsets = found["ids"], list(found["offsets"])
+        else:
+            pieces = self._model.encode(line, out_type="immutable_proto").pieces
+            numbers, offsets = [piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces]
+        for place in reversed(range(len(offsets) - 1)):  # of the pieces of one character, only the last one has it
+            (begin, end), (later, its_end) = offsets[place : place + 2]
+            is_space = not self._model.id_to_piece(numbers[place]).strip(WORD_START)
+            if end == later and not is_space and not line[begin:end].strip():
+                offsets[place] = begin, its_end
+        return [self._id_O[number] for number in numbers], offsets
 
     def content(self, symbol: str) -> bytes:
         return self._bytes.get(symbol) or symbol.replace(WORD_START, " ").encode()

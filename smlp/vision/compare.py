@@ -327,9 +327,10 @@ def _digest(folder: Path) -> str:
     """Return a checksum of a split's images: of the contents, or of names and sizes if they are many bytes."""
     endings = get_img_extensions()
     images = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in endings and path.is_file())
-    rows: list[tuple[str, Any]] = [(str(path.relative_to(folder)), path.stat().st_size) for path in images]
-    if sum(size for _, size in rows) <= _MOST_READ:
-        rows = [(name, path.read_bytes()) for (name, _), path in zip(rows, images, strict=True)]
+    sizes = [(str(path.relative_to(folder)), path.stat().st_size) for path in images]
+    rows: Iterable[tuple[str, Any]] = sizes
+    if sum(size for _, size in sizes) <= _MOST_READ:
+        rows = ((name, path.read_bytes()) for (name, _), path in zip(sizes, images, strict=True))
     digest = hashlib.sha256()
     for row in rows:
         digest.update(repr(row).encode())

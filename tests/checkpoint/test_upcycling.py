@@ -261,6 +261,11 @@ def test_from_an_export_and_to_parts(tmp_path: Path) -> None:
             ["of hash_lm starts"],
         ),
         ("gmlp_lm_tiny", ["--arch", "smlp_tiny", "--router-scale", "3"], ["--router-scale would not be used"]),
+        (
+            "dense_lm_tiny",
+            ["--arch", "base_lm", "--num-sparse-layers", "1", "--centroid-init-gain", "0.5"],
+            ["--centroid-init-gain would not be used: --router-scale"],
+        ),
         ("dense_lm_tiny", ["--arch", "base_lm", "--seed", str(2**90)], ["--seed must be at most"]),
         (
             "dense_lm_tiny",
@@ -294,7 +299,8 @@ def test_fairseq_trains_on_with_the_options_that_are_printed(
     def train(name: str, *options: object) -> dict:
         return {"tool": "train", "args": [*task, *run, "--save-dir", tmp_path / name, *options]}
 
-    dense_options = ("--arch", "dense_lm_tiny", *settings, "--tokens-per-sample", 32, "--max-update", 20)
+    context = ("--tokens-per-sample", 16, "--max-target-positions", 32)  # of which the checkpoint has 32
+    dense_options = ("--arch", "dense_lm_tiny", *settings, *context, "--max-update", 20)
     (first,) = run_fairseq_many([train("dense", *dense_options)])
     assert first.rc == 0, first.stderr
     dense, sparse = tmp_path / "dense" / "checkpoint_last.pt", tmp_path / "sparse.pt"

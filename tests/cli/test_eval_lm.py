@@ -161,9 +161,12 @@ def test_only_what_was_scored_is_counted(folder, evaluate):
     assert blocks["words"] + blocks["line_ends"] == blocks["tokens"]  # here every word is a token
     assert "57 of 219 tokens are not scored: the first 3 positions" in printed and "not of --text" in printed
     window, printed = evaluate("smlp_partial_tiny", "--context-window", 3)
-    assert window["tokens_not_scored"] == 3 and "with --context-window 3" in printed
-    limited, _ = evaluate("smlp_tiny", "--limit-tokens", 30)
+    assert window["tokens_not_scored"] == 3 and "the first 3 positions of the text choose experts" in printed
+    limited, printed = evaluate("smlp_tiny", "--limit-tokens", 30)
     assert limited["tokens"] == 36 and limited["tokens_not_scored"] == 183
+    assert "183 of 219 tokens are not scored: --limit-tokens 30 ends the text\n" in printed
+    _, printed = evaluate("smlp_partial_tiny", "--limit-tokens", 30, "--context-window", 3)
+    assert "--limit-tokens 30 ends the text, and the first 3 positions of the text choose experts\n" in printed
 
 
 @pytest.mark.parametrize("arch", ["smlp_tiny", "smlp_partial_tiny"])

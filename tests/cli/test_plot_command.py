@@ -209,6 +209,11 @@ REFUSED = {
     "pieces without data": ("smlp_tiny", ["--pieces", "5"], "--pieces 5 would not be used"),
     "a limit without data": ("smlp_tiny", ["--limit-tokens", "9"], "--limit-tokens 9 would not be used"),
     "pieces of an encoder": ("amlp_mlm_tiny", ["--data", "{data}", "--pieces", "5"], "--pieces 5 would not be used"),
+    "pieces of a dense decoder": (
+        "gmlp_lm_tiny",
+        ["--data", "{data}", "--pieces", "5"],
+        "--pieces 5 would not be used: it is for the text that a decoder with experts routes",
+    ),
     "no such split": ("smlp_tiny", ["--data", "{data}", "--subset", "gone"], "there is no data file"),
     "a BERT": ("bert_mlm_tiny", ["--data", "{data}"], "by self-attention for one, so that it has no spatial filters"),
     "a Mixer": ("mixer_mlm_tiny", ["--text", "w1"], "by two matrices with an activation function between them"),

@@ -130,6 +130,7 @@ def test_cka_of_two_checkpoints(tmp_path, capsys):
         (["spectrum", "--arch", "smlp_tiny", "--dict", "d"], "--dict d would not be used: it is for CHECKPOINT"),
         (["cka", "a", "b", "--data-dir", "c", "-b", "3"], "must be at least 4, got 3"),
         (["cka", "a", "b", "--data-dir", "c"], "there is no checkpoint a"),
+        (["cka", "a", "b", "--data-dir", "c", "--dict", "d"], "--dict d would not be used: c holds no binarised text"),
     ],
 )
 def test_wrong_input_is_a_sentence(words, sentence, capsys):

@@ -307,6 +307,24 @@ def test_what_a_failing_file_had_imported_can_be_named_afterwards(tmp_path, monk
     assert smlp.preset("mine").num_layers == smlp.preset("smlp").num_layers
 
 
+def test_a_failing_file_takes_the_package_beside_it_along(tmp_path, monkeypatch):
+    """In a notebook, the file is mended and read again."""
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "__init__.py").write_text("from beside import parts\n")
+    (tmp_path / "beside" / "parts.py").write_text(
+        "from smlp.extend import register_architecture\nregister_architecture('mine', like='smlp')\n"
+    )
+    whole = tmp_path / "whole.py"
+    whole.write_text("import beside\nprint(nothing)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(plugins.VARIABLE, str(whole))
+    with pytest.raises(smlp.UserError, match="NameError"):
+        smlp.preset("mine")
+    assert not {"beside", "beside.parts"} & set(sys.modules)
+    whole.write_text("import beside\n")
+    assert smlp.preset("mine").num_layers == smlp.preset("smlp").num_layers
+
+
 def test_two_files_with_one_name_and_one_file_twice(tmp_path, monkeypatch):
     other = tmp_path / "other.py"
     other.write_text(ROUTER.read_text())

@@ -256,7 +256,11 @@ def test_what_is_finished_is_kept_and_a_changed_file_is_read_again(sample, token
     assert not (out / ".state" / "segments").exists()
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*.bin")}
     first = files_of(out)
+    assert " tokens/s; to train: smlp train " in (printed := capsys.readouterr().out) and "MB/s" in printed
     assert binarize(*common, "--out", out) == 0
+    printed = capsys.readouterr().out  # nothing was read that could have a rate
+    assert "to train: smlp train " in printed and "(parts were done before)" in printed
+    assert "tokens/s" not in printed and "MB/s" not in printed
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.bin")} == times and files_of(out) == first
     (out / "shard01" / "train.idx").unlink()
     assert binarize(*common, "--out", out) == 0

@@ -125,6 +125,9 @@ def test_menus():
     assert rules.navigation(["Yes.", "No!", "Who?", "Me;", "Oh,", "He said:"], 5) == [
         *("Yes.", "No!", "Who?", "Me;", "Oh,", "He said:")
     ]
+    spaced = [line for item in menu for line in (item, "")]
+    assert rules.navigation([sentence, *spaced, sentence], 5) == [sentence, sentence]
+    assert rules.navigation(["", "", "", "", "", "", sentence], 5) == ["", "", "", "", "", "", sentence]
     assert rules.navigation(["Home | About | Contact | Help", "a / b / c", sentence], 5) == ["a / b / c", sentence]
 
 

@@ -46,6 +46,8 @@ def test_words():
     assert words_of("Don't  PANIC—it's 42_x!\n") == [b"don", b"t", b"panic", b"it", b"s", b"42", b"x"]
     assert words_of("Cafe\u0301 ÉTÉ “so”\ud800") == ["café".encode(), "été".encode(), b"so"]
     assert words_of("?! —") == []
+    assert words_of("दिन, दीन") == ["दिन".encode(), "दीन".encode()]  # day and poor: their vowel signs are no letters
+    assert words_of("x\u0331\u030cab ❤\ufe0f") == ["x\u0331\u030cab".encode()]
     assert text_hash("A b", words_of("A b")) == text_hash("a, B.", words_of("a, B."))
     assert text_hash("?", []) != text_hash("!", [])
 

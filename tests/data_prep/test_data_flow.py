@@ -11,6 +11,7 @@ import sys
 import time
 import tracemalloc
 from argparse import Namespace
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from data_prep.flow.parts import FilePart, find_files, plan_parts, report_left_o
 from data_prep.flow.running import StepRun, begin, is_done, locked, run_parts
 from data_prep.flow.streams import DamagedFile, json_line, open_stream, write_bytes, write_stream
 from data_prep.flow.workers import PartFailed
+from smlp import __version__
 from smlp.errors import UserError
 
 SUFFIXES = ["", ".gz", ".zst", ".xz", ".bz2"]
@@ -85,6 +87,12 @@ def test_every_line_is_utf_8():
     row = {"text": "é half \ud800 of a pair"}
     assert json.loads(json_line(row).decode("utf-8")) == row and b"\\ud800" in json_line(row)
     assert json_line({"text": "é"}) == '{"text": "é"}\n'.encode()
+
+
+def test_numbers_that_json_lacks_become_strings():
+    row = json.loads('{"text": "é \\ud800", "score": [1e999, -1e999, 1.5], "more": {"n": NaN}}')
+    found = json.loads(json_line(row), parse_constant=pytest.fail)
+    assert found == {"text": "é \ud800", "score": ["inf", "-inf", 1.5], "more": {"n": "nan"}}
 
 
 def test_a_write_that_fails_leaves_nothing_under_the_name(tmp_path):
@@ -637,6 +645,30 @@ def test_ids_tell_files_of_one_name_apart(tmp_path):
     records = [piece for part in parts for piece in read(part, ReadSettings())]
     assert [record.id for record in records] == ["p/same.jsonl:0", "q/same.jsonl:0"]
     assert {record.source for record in records} == {tmp_path.name}
+    files = [tmp_path / folder / "same.jsonl" for folder in "pq"]
+    parts = plan_parts(find_files(files, [".jsonl"]))
+    assert [piece.id for part in parts for piece in read(part, ReadSettings())] == ["same.jsonl:0", "same.jsonl+2:0"]
+
+
+def test_text_without_empty_lines_is_not_read_again_by_each_part(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("line\n" * 1000)
+    parts = plan_parts(find_files([tmp_path / "a.txt"], [".txt"]), 100)
+    drawn, whole = [], documents._Lines.__iter__
+    monkeypatch.setattr(documents._Lines, "__iter__", lambda lines: (drawn.append(1) or one for one in whole(lines)))
+    found = [piece for part in parts for piece in read(part, ReadSettings())]
+    assert len(parts) == 50 and len(found) == 1
+    assert len(drawn) < 3 * 1000, "the first part reads all of it, the others what they have"
+
+
+def test_a_manifest_names_the_versions_that_made_its_parts(source, tmp_path, monkeypatch):
+    run = StepRun(tmp_path / "out", quiet=True)
+    run_upper(source, replace(run, share=(0, 2)))
+    records = sorted((run.out / STATE).glob("*/*.json"))
+    for record, version in zip(records, ("0.0.1", None), strict=False):
+        row = {**json.loads(record.read_text()), "smlp": version}
+        record.write_text(json.dumps({name: value for name, value in row.items() if value is not None}))
+    assert len(records) > 1
+    assert run_upper(source, run)["smlp"] == f"0.0.1, {__version__}, unknown"
 
 
 def test_files_that_are_not_read_are_named(tmp_path, capsys):

@@ -1,11 +1,13 @@
 """``smlp data fetch``: whole runs against a local server, and on files of the disk."""
 
 import bz2
+import contextlib
 import gzip
 import hashlib
 import json
 import lzma
 import re
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,7 @@ from file_server import cut_after, first, serving, status
 from data_prep.fetch import sequence, wanted
 from data_prep.fetch.sequence import Writer
 from data_prep.fetch.source import Hub, built_in
-from data_prep.flow.documents import Failure, Loss, ReadSettings, Record, with_defect
+from data_prep.flow.documents import Defect, Failure, Loss, ReadSettings, Record, with_defect
 from data_prep.flow.manifest import read_manifest
 from data_prep.flow.parts import FilePart
 
@@ -230,6 +232,65 @@ def test_what_is_on_record_of_other_content_is_not_used(tmp_path):
         assert documents(tmp_path)[0].text == first_text
 
 
+@pytest.mark.parametrize("limit", [None, 3])
+def test_the_end_of_a_file_is_counted_once_whenever_it_is_killed(tmp_path, monkeypatch, limit):
+    def some():
+        for number in range(5):
+            yield Record(f"text {number}", str(number), "x")
+        yield Defect("it breaks off", "a")
+
+    def write(folder):
+        return Writer(tmp_path / folder, "a", "key", ".gz", 15, limit).write(some())
+
+    whole, note = write("whole"), Writer._note
+
+    def killed(writer):
+        note(writer)
+        raise KeyboardInterrupt
+
+    for _ in range(4):  # after each of its files
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(Writer, "_note", killed)
+            write("killed")
+    assert write("killed") == whole and len(whole.outputs) > 1
+    assert (len(whole.defects), whole.counts.other["parts cut short by --limit-documents"]) == (
+        (0, 1) if limit else (1, 0)
+    )
+
+
+def test_two_commands_do_not_download_into_the_same_file(server, tmp_path, capsys):
+    source, out = books_source(server, tmp_path), tmp_path / "out"
+    asked, go_on, statuses = threading.Event(), threading.Event(), []
+
+    def slow(handler, content):
+        asked.set()
+        return not go_on.wait(20)
+
+    server.faults["b/one.txt.xz"] = slow
+    first = threading.Thread(target=lambda: statuses.append(run(source, "--out", out, *QUICK)))
+    first.start()
+    assert asked.wait(20)
+    assert run(source, "--out", out, *QUICK) == 1
+    assert "another command is running in" in capsys.readouterr().err
+    go_on.set()
+    first.join()
+    assert statuses == [0] and len(server.asked("b/one.txt.xz")) == 1
+
+
+def test_what_a_dry_run_finds_of_files_that_the_source_names(server, tmp_path, capsys):
+    """What is there already is not needed again."""
+    body = f'format = "txt"\n[[files]]\nurl = "{server.url("b/a.txt")}"\nbytes = 4000000\n'
+    source, out = source_file(tmp_path, "some", body), tmp_path / "out"
+    assert run(source, "--out", out, "--dry-run", "--json", tmp_path / "before.json") == 0
+    raw = out / ".raw" / "some"
+    raw.mkdir(parents=True)
+    (raw / "a.txt.partial").write_bytes(bytes(3_000_000))
+    assert run(source, "--out", out, "--dry-run", "--json", tmp_path / "after.json") == 0
+    before, after = (json.loads((tmp_path / name).read_text()) for name in ("before.json", "after.json"))
+    before, after = (found["sources"][0]["needed_bytes"] for found in (before, after))
+    assert before - after == 3_000_000
+
+
 def test_a_shorter_file_leaves_nothing_of_the_longer_one(tmp_path):
     folder, out = tmp_path / "texts", tmp_path / "out"
     folder.mkdir()
@@ -359,6 +420,9 @@ def test_a_dataset_through_datasets(tmp_path, capsys):
     joined = source_file(tmp_path, "joined", f'text_field = "body"\n[hub]\nname = "{folder}"\nrows_per_document = 3\n')
     assert run(joined, "--out", out, *QUICK, "--limit-files", "1") == 0
     assert [piece.text for piece in documents(out / "joined")] == ["Text 0-0.\nText 0-1.\nText 0-2.", "Text 0-3."]
+    (folder / "train-0.jsonl").write_text('{"body": "Another text.", "stars": 1}\n')
+    assert run(f"hf:{folder}", "--out", out, *QUICK, "--text-field", "body") == 0
+    assert "Another text." in [piece.text for piece in documents(out)], "a folder on disk has no revision: its files say what it is"
     assert run(f"hf:{folder}::nosplit", "--out", tmp_path / "new", *QUICK) == 1
     assert "nosplit" in capsys.readouterr().err
 

@@ -12,8 +12,9 @@ from running import REPOSITORY
 
 from data_prep.fetch import wanted
 from data_prep.fetch.download import RemoteFile, from_json
-from data_prep.fetch.listing import KEPT, _named, kept_files, months
+from data_prep.fetch.listing import KEPT, kept_files, months, named
 from data_prep.fetch.source import Source, built_in, read_source
+from data_prep.flow.streams import compression_of
 from smlp.errors import UserError
 
 
@@ -157,16 +158,18 @@ def test_a_dry_run_says_what_stands_against_it(tmp_path, capsys, monkeypatch):
 )
 def test_names_of_a_server_stay_in_the_folder(path, name):
     """Neither are they those of the files in which a list is kept."""
-    (file,) = _named([RemoteFile(f"https://example.org/{path}", "")], "warc")
+    (file,) = named([RemoteFile(f"https://example.org/{path}", "")], "warc")
     assert file.name == name
 
 
 def test_files_of_one_name_get_names_of_their_own():
     urls = ("1/a.txt", "2/a.txt", "3/2-a.txt", "4/a.txt", "5/3-a.txt")
-    names = [file.name for file in _named([RemoteFile(f"https://example.org/{url}", "") for url in urls], "txt")]
+    names = [file.name for file in named([RemoteFile(f"https://example.org/{url}", "") for url in urls], "txt")]
     assert names == ["a.txt", "4-a.txt", "2-a.txt", "5-a.txt", "3-a.txt"]
     files = [RemoteFile(f"https://example.org/{name}", "") for name in ("a.gz", "a.txt.gz", "a.txt", "a")]
-    assert [file.name for file in _named(files, "txt")] == ["a.txt.gz", "2-a.txt.gz", "a.txt", "2-a.txt"]
+    assert [file.name for file in named(files, "txt")] == ["a.txt.gz", "2-a.txt.gz", "a.txt", "2-a.txt"]
+    (file,) = named([RemoteFile("https://example.org/DATA.GZ", "")], "jsonl")
+    assert file.name == "DATA.jsonl.GZ" and compression_of(Path(file.name)) == ".gz"
 
 
 @pytest.mark.parametrize("name", ["../b.gz", "/tmp/b.gz", "a/b.gz", "", "..", "a\0b", None])
@@ -184,4 +187,4 @@ def test_a_kept_list_that_is_damaged_is_asked_for_again(tmp_path, content):
 
 def test_what_is_no_address_is_named():
     with pytest.raises(UserError, match=r"'http://\[::1' is not the address of a file: Invalid IPv6 URL"):
-        _named([RemoteFile("http://[::1", "")], "txt")
+        named([RemoteFile("http://[::1", "")], "txt")

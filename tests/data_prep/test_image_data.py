@@ -9,6 +9,7 @@ import lzma
 import re
 import subprocess
 import tarfile
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from data_prep import images
 from data_prep.fetch.download import Patience
 from smlp.cli.main import main
 from smlp.errors import UserError
+from smlp.files import locked
 
 DRAW = np.random.default_rng(0)
 
@@ -146,6 +148,28 @@ def test_a_folder_of_the_users_that_is_called_partial(tmp_path):
     with pytest.raises(UserError, match=r"out\.partial exists and was not made by this command"):
         images.fetch("digits", tmp_path / "out", limit=1, quiet=True)
     assert mine.is_file() and not (tmp_path / "out").exists()
+
+
+def test_two_commands_do_not_make_one_folder_at_once(tmp_path):
+    building = tmp_path / "out.partial"
+    images.fetch("digits", tmp_path / "first", limit=1, quiet=True)
+    (building).mkdir()
+    (building / images._UNFINISHED).touch()
+    with locked(building, "smlp vision data"), pytest.raises(UserError, match="another smlp vision data is running in"):
+        images.fetch("digits", tmp_path / "out", limit=1, quiet=True)
+    images.fetch("digits", tmp_path / "out", limit=1, quiet=True)
+    names = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("first", "out")]
+    assert names == [["dataset.json", "train", "validation"]] * 2
+
+
+def test_moments_of_bytes_take_no_more_memory_than_they_do():
+    pixels = np.random.default_rng(0).integers(0, 256, (20_000, 10, 10), np.uint8)
+    tracemalloc.start()
+    mean, deviation = images._moments(pixels)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (mean, deviation) == (pytest.approx(pixels.mean() / 255), pytest.approx(pixels.std() / 255))
+    assert peak < 2 * pixels.nbytes
 
 
 def test_digits_need_no_package(tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from smlp.errors import UserError
 from smlp.evaluation.zeroshot.readers import (
     CopaItem,
     HellaSwagItem,
@@ -10,7 +11,7 @@ from smlp.evaluation.zeroshot.readers import (
     StoryClozeItem,
     WinograndeItem,
 )
-from smlp.evaluation.zeroshot.templates import TEMPLATES, example
+from smlp.evaluation.zeroshot.templates import TEMPLATES, draw_shots, example
 
 COPA = CopaItem("0", "My body cast a shadow. ", ("The sun was rising.", "I sat."), "cause", 1)
 PIQA = PiqaItem("0", " Boil it? ", ("Heat it.", " Cool it. "), 0)
@@ -115,3 +116,12 @@ def test_all_sets_have_all_tasks(item, templates):
     assert written.id == "0" and all(choice.context == choice.context.rstrip() for choice in written.choices)
     if not isinstance(item, RecordItem):
         assert written.gold == (item.gold,)
+
+
+def test_solved_examples_differ_also_where_records_have_no_ids():
+    """Readers number those, so that a line that is repeated has another id."""
+    pool = [CopaItem(str(number), "It rained.", ("Wet.", "Dry."), "effect", 0) for number in range(4)]
+    pool.append(CopaItem("4", "It snowed.", ("White.", "Black."), "effect", 0))
+    assert len(set(draw_shots(pool, [COPA], 2, seed=1, templates="fair"))) == 2
+    with pytest.raises(UserError, match="has 2 that are not among those scored"):
+        draw_shots(pool, [COPA], 3, seed=1, templates="fair")

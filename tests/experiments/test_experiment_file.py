@@ -125,6 +125,10 @@ MISTAKES = {
     ),
     "same value": (FILE + "tune: {lr: [1e-3, 1.0e-3], updates: 5}\n", r"tune.lr needs at least two different values"),
     "odd size": (FILE + "match: {like: smlp, embed_dim: [1, 2]}\n", r"match.embed_dim must be a whole number"),
+    "context": (
+        FILE.replace("lr: 2e-3", "max_target_positions: 64"),
+        r"recipe.max_target_positions is set by smlp compare; .*: tokens_per_sample",
+    ),
     "early end": (FILE.replace("lr: 2e-3", "patience: 3"), r"recipe.patience is set by smlp compare"),
     "no value": (FILE.replace("num_experts: 4", "num_experts: null"), r"num_experts has no value; leave it out"),
     "reserved setting": (FILE.replace("num_experts: 4", "batch-size: 4"), r"batch_size is the same for all models"),

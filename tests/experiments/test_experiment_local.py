@@ -3,15 +3,19 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from checkpoint_states import save
 from planned_experiment import FILE, log, reader
 
 import smlp
+from smlp.checkpoint.opened import open_checkpoint
+from smlp.checkpoint.output import write_in_parts
 from smlp.cli.main import main
 from smlp.errors import UserError
 from smlp.evaluation.curves import log_records
@@ -221,6 +225,42 @@ def test_a_run_on_a_cluster_is_trained_when_its_checkpoint_says_so(tmp_path, mon
     assert is_trained(run, 100), "it was stopped here before, and went on there"
 
 
+def test_a_run_of_the_grid_that_its_checkpoint_calls_trained_stays_so_without_it(planned, monkeypatch):
+    experiment, models, folder = planned()
+    run = tuning_runs(experiment, models)[0]
+    own = folder.run(run.folder)
+    log(own, 10, valid=3.0)
+    own.last_checkpoint().write_text("x")
+    own.update_state(trained=False)
+    monkeypatch.setattr(local, "updates_of", lambda checkpoint: 10)
+    chain = RunChain(experiment, folder, "data-bin", run, Machine(1), Progress(folder, [run]), prefix=0)
+    assert chain.next_step(0) is None and own.state()["state"] == DONE
+    assert not own.last_checkpoint().exists() and is_trained(own, 10)
+
+
+def test_no_experts_are_kept_of_checkpoints_that_are_not(tmp_path):
+    """Of several ranks, a checkpoint's experts are files of their own."""
+    run = Folder(tmp_path).run("runs/a-s1")
+    run.path.mkdir(parents=True)
+    for name in ("checkpoint_best.pt", "checkpoint_last.pt"):
+        write_in_parts(open_checkpoint(save(tmp_path, "smlp_tiny")), run.path / name, 2)
+    assert len(list(run.path.glob("experts/*"))) == 2
+    run.drop_checkpoints(keep_last=True)
+    assert len(list(run.path.glob("experts/*"))) == 1
+    run.drop_checkpoints(keep_last=False)
+    assert not list(run.path.rglob("*.pt"))
+
+
+def test_a_validation_of_any_subset_is_one(tmp_path):
+    run = Folder(tmp_path).run("runs/a-s1")
+    log(run, 40, train=5.0, valid=3.0)
+    text = run.log.read_text()
+    run.log.write_text(text.replace("valid_", "test_") + '{"epoch": 1, "train_loss": "9", "train_num_updates": "40"}\n')
+    assert reached(run.log).valid == 8.0 and reached(run.log).updates == 40
+    run.log.write_text(text.replace("valid_", "test_") + text.replace('"3.0"', '"4.0"'))
+    assert reached(run.log).valid == 16.0, "valid, where there are several"
+
+
 ZEROSHOT = FILE + "evaluate: {zeroshot: {data: TASKS, tasks: [copa], limit: 3}}\n"
 
 
@@ -307,11 +347,23 @@ def test_a_dry_run_needs_no_data(planned, tmp_path, monkeypatch, capsys):
     path.write_text(path.read_text() + "vocab_size: 4000\n")
     assert main([*words, "--dry-run"]) == 0
     printed = capsys.readouterr().out
+    assert "smlp train data-bin" in printed and " --lr 0.001 " in printed
     assert "no data yet: 4,000 pieces are assumed" in printed
     size = smlp.costs.formula.flops_per_token(smlp.preset("gmlp_lm_tiny", vocab_size=4000, max_tokens=128))
     assert f"{size / 1e6:.3f}" in printed
     assert "6 runs: about" in printed
     assert not (tmp_path / "out").exists(), "nothing is made"
+    path.write_text(path.read_text() + "run: {ranks: 2, device: cpu}\n")
+    for name, loss in (("a-0.001", 4.0), ("a-0.002", 3.0), ("b-0.001", 3.0), ("b-0.002", 4.0)):
+        own = Folder(tmp_path / "out").run(f"tune/{name}")
+        log(own, 10, valid=loss)
+        own.update_state(state=DONE)
+    assert main([*words, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "smlp train --nproc 2 data-bin" in printed and " --lr 0.002 " in printed, "the grid is done"
+    assert main([*words, "--dry-run", "--only", "scores"]) == 1
+    assert "--only scores does none: give one of the two" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out")
     assert main(words) == 1
     assert "there is no folder no/tasks" in capsys.readouterr().err
 

@@ -92,7 +92,7 @@ def test_experts_in_parts_are_merged_and_large_files_split(tmp_path, capsys):
     parts = tmp_path / "parts" / "checkpoint_last.pt"
     assert command("checkpoint", "split", path, "-o", parts, "--parts", 2) == 0
     shutil.copy(path.parent / "dict.txt", parts.parent)
-    folder = exported(parts, tmp_path / "hf", "--max-shard-size", "5KB")
+    folder = exported(parts, tmp_path / "hf", "--max-shard-size", "0.005MB")
     assert (folder / "model.safetensors.index.json").is_file() and len(list(folder.glob("model-0*"))) > 2
     back = tmp_path / "back" / "checkpoint.pt"
     assert command("checkpoint", "import", folder, "-o", back) == 0

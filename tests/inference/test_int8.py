@@ -64,6 +64,10 @@ def test_zeros_and_nothing():
     weight, scale = quantized(torch.zeros(3, 4))
     assert torch.equal(int8_product(torch.zeros(2, 4), weight, scale, None), torch.zeros(2, 3))
     assert int8_product(torch.zeros(0, 4), weight, scale, None).shape == (0, 3)
+    x, ones = torch.ones(1, 2048) / 16, torch.ones(1, 2048) / 16  # the sum of products is beyond float16
+    for dtype in (torch.float16, torch.bfloat16):
+        found = int8_product(x.to(dtype), *quantized(ones.to(dtype)), None)
+        assert found.dtype == dtype and found.item() == pytest.approx(8.0, rel=0.01)
     assert int8_product(torch.randn(2, 5, 4), weight, scale, torch.ones(3)).shape == (2, 5, 3)
 
 

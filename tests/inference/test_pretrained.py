@@ -273,6 +273,8 @@ def test_leak_test_passes_on_a_checkpoint_and_an_architecture(checkpoint, tmp_pa
     for words, said in (
         (["--path", str(path), "--width", "8"], "--width is for --arch"),
         (["--arch", "gmlp_lm_tiny", "--dict", "d"], "--dict d would not be used: it is for --path"),
+        (["--arch", "gmlp_lm_tiny", "--tokenizer", "t"], "--tokenizer t would not be used: it is for --path"),
+        (["--path", str(path), "--tokenizer", "t"], "there is no SentencePiece model t"),
     ):
         assert main(["leak-test", *words]) == 1
         assert said in capsys.readouterr().err

@@ -328,6 +328,19 @@ def test_ranks_that_cannot_be_started_here(monkeypatch, rest, variables, message
         check_nproc(read_launch_options(["--nproc", "3", "--cpu"]))
 
 
+def test_one_rank_is_one_also_on_a_machine_with_more_gpus(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    trained: list[list[str]] = []
+    monkeypatch.setattr("smlp.cli.train.train", lambda words: trained.append(words) or 0)
+    assert main(["train", "--nproc", "1", "data"]) == main(["train", "data"]) == 0
+    assert trained == [["data", "--distributed-world-size", "1"], ["data"]]
+    for name, value in LAST_TASK.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--nproc", "1", "data"]) == 1
+    assert "--nproc 1, but srun started 4 ranks already" in capsys.readouterr().err
+    assert len(trained) == 2
+
+
 FAULT = """
 def fault():
     {fault}

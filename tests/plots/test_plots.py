@@ -20,6 +20,7 @@ from smlp.evaluation.leak import randomise
 from smlp.evaluation.samples import Cutting, Samples, cut
 from smlp.moe.feature_layer import RoutedFeatureMoE
 from smlp.moe.layer import TokenMoE
+from smlp.nn import layers
 from smlp.nn.decoder import Decoder
 from smlp.nn.stack import Stack
 from smlp.plots.attention import AttentionMap, Pair, SeenText, attention_map, draw_attention, tiny_attention
@@ -191,6 +192,14 @@ def test_layers_with_spatial_filters(arch, spatial_weights):
             num_weights = layer.size * (layer.size + 1) / 2 if layer.is_causal else layer.size**2
             assert number.weight_rms == pytest.approx(math.sqrt(np.square(weight_TT).sum() / num_weights), rel=1e-5)
     assert (fixed_chunks(decoder.config) is not None) == (arch == "smlp_tiny")
+
+
+def test_one_toeplitz_matrix_is_made_of_its_own_weights_alone(monkeypatch):
+    """With many experts and positions, making all for each takes minutes."""
+    (*_, layer) = spatial_layers(model("smlp_tiny", spatial_weights="toeplitz"))
+    whole, made = layers.toeplitz_matrices, []
+    monkeypatch.setattr(layers, "toeplitz_matrices", lambda w_hL, n: made.append(len(w_hL)) or whole(w_hL, n))
+    assert layer.weight(2).any() and made == [1]
 
 
 def test_numbers_of_filters():

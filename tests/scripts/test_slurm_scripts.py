@@ -185,6 +185,13 @@ def test_mistakes_in_submitting(user, words, message) -> None:
     assert not noted(user, "sbatch")
 
 
+def test_data_of_sentences_have_a_dictionary_for_each_input(user) -> None:
+    (user / "sentences" / "input0").mkdir(parents=True)
+    (user / "sentences" / "input0" / "dict.txt").touch()
+    done = run(user, SUBMIT, *SIZE, "--", "sentences", "--no-save", SMLP_MAX_RESTARTS="0")
+    assert done.rc == 0 and noted(user, "sbatch"), done.stderr
+
+
 def test_what_smlp_train_refuses_is_not_submitted(user) -> None:
     does = "echo 'smlp: error: --expert-parallel-size 5 does not divide 8' >&2; exit 1"
     assert "divide 8" in error(run(user, SUBMIT, *SIZE, "--", "data", SMLP_DOES=does))
@@ -273,6 +280,7 @@ def test_a_failed_job_fails(user, does, status) -> None:
 def test_a_restart_runs_what_the_first_start_ran(user) -> None:
     shutil.copytree(REPOSITORY / "examples", user / "examples")
     (user / "smlp").mkdir()  # the package of a clone, which the recipe names as --user-dir
+    (user / "smlp" / "__init__.py").touch()
     file = user / "examples" / "smlp.sh"
     job(user, TRAIN, file, "data", "runs/a", SMLP_DOES="exit 75")
     file.unlink()

@@ -175,6 +175,15 @@ def test_ids_may_end_within_a_character(tmp_path):
         body = {"prompt": tokenizer.encode("a 中")[:-1], "max_tokens": 4, "echo": True, "seed": 3}
         (plain,) = ask(client, **body)[1]["choices"]
         (choice,) = ask(client, **body, logprobs=1)[1]["choices"]
+        # some of them end within a character
+        body |= {"echo": False, "temperature": 2, "max_tokens": 5, "n": 8, "logprobs": 1}
+        written = ask(client, **body)[1]["choices"]
+        chunks = [chunk["choices"][0] for chunk in events(client, **body)]
+    assert any(one["text"].endswith("\ufffd") for one in written)
+    for one in written:
+        assert "".join(one["logprobs"]["tokens"]) == one["text"]
+        own = [chunk for chunk in chunks if chunk["index"] == one["index"]]
+        assert [token for chunk in own for token in chunk["logprobs"]["tokens"]] == one["logprobs"]["tokens"]
     found = choice["logprobs"]
     assert choice["text"] == plain["text"] and choice["text"].startswith("a \ufffd")
     assert choice["text"].startswith("".join(found["tokens"]))

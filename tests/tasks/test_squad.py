@@ -229,6 +229,12 @@ def test_wrong_options_and_data_are_one_sentence(data, tmp_path):
             SquadTask.setup_task(SquadConfig(**{"data": str(data[0]), "seed": 1, **options}))
     with pytest.raises(UserError, match=r"gold.json: a file of another kind exists already"):
         task_on(data, predictions_file=str(tmp_path / "{subset}.json")).load_dataset("gold")
+    (tmp_path / "valid").mkdir()
+    task = task_on(data, predictions_file=str(tmp_path / "{subset}" / "answers.json"))
+    task.load_dataset("valid")
+    task.load_dataset("valid1", data_selector=None)  # as fairseq loads what it trains on, whose answers nobody writes
+    with pytest.raises(UserError, match=r"cannot write --predictions-file .*valid1/answers.json"):
+        task.load_dataset("valid1")
     with pytest.raises(UserError, match=r"there is no file .*test\.npz"):
         task_on(data).load_dataset("test")
     with pytest.raises(UserError, match="--max-positions 8 leaves no room for a context"):

@@ -60,6 +60,17 @@ def test_words_of_known_text_are_where_they_stand(tokenizer):
     assert 11 in starts  # the first letter after the line break
 
 
+def test_each_piece_of_a_character_has_all_of_it(tokenizer):
+    """Bytes of one that the tokenizer lacks, and letters to which one is normalised."""
+    text = "the 🙂 house, ½ stone"
+    ids, offsets_N2 = tokenizer.encode_with_offsets(text)
+    for character in "🙂½":
+        place = text.index(character)
+        first, of_before = int((offsets_N2[:, 1] > place).argmax()), len(tokenizer.encode(text[:place].strip()))
+        assert first == of_before or tokenizer.content(ids[of_before]) == b" "
+        assert offsets_N2[first].tolist() == [place, place + 1]
+
+
 def test_text_without_tokens_and_no_text(tokenizer):
     ids, offsets_N2 = tokenizer.encode_with_offsets("")
     assert ids == [] and offsets_N2.shape == (0, 2)

@@ -1,6 +1,9 @@
 """The corpus from a user's own files."""
 
 import codecs
+import hashlib
+import os
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +100,17 @@ def test_too_few_lines_and_repeated_lines(tmp_path):
     with pytest.raises(UserError, match="nothing is left for train"):
         build(tmp_path / "out", [source])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    """Its checksum is that of its text."""
+    content = "\n".join(f"line {number}" for number in range(1, 101)).encode()
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(content)
+    manifest = build(tmp_path / "out", [Path(f"/dev/fd/{reading}")])
+    os.close(reading)
+    assert manifest["sources"][0]["sha256"] == hashlib.sha256(content).hexdigest()
 
 
 def test_command_line_ends_with_one_line(tmp_path, capsys):

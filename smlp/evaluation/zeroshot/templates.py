@@ -209,7 +209,7 @@ _JOINT = " "
 
 
 def draw_shots(pool: Sequence[Item], evaluated: Sequence[Item], count: int, seed: int, templates: str) -> list[str]:
-    """Return the texts of ``count`` solved examples, none of which is evaluated.
+    """Return the texts of ``count`` solved examples that differ, none of which is evaluated.
 
     Args:
         pool: records of the split for priming.
@@ -224,7 +224,7 @@ def draw_shots(pool: Sequence[Item], evaluated: Sequence[Item], count: int, seed
     known = {without_id(item) for item in evaluated}
     order = list(pool)
     random.Random(seed).shuffle(order)
-    free = [item for item in order if without_id(item) not in known]
+    free = list({without_id(item): item for item in order if without_id(item) not in known}.values())
     if len(free) < count:
         raise UserError(
             f"--num-fewshot {count}, but the split to take examples from has {len(free)} that are not among those "
