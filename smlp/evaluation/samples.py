@@ -139,8 +139,9 @@ class Samples:
         return SampleBatch(*map(torch.from_numpy, (sources, targets, places)))
 
     def up_to(self, num_tokens: int) -> Samples:
-        """Return the first samples, until they hold this many tokens."""
-        inside = int(np.searchsorted(self.end_S, num_tokens)) + 1
+        """Return the first samples, until they hold this many tokens of the text."""
+        held_S = np.cumsum(self.places_M >= 0)[self.end_S - 1]  # start symbols are none
+        inside = int(np.searchsorted(held_S, num_tokens)) + 1
         per_sample = (self.first_S, self.end_S, self.context_S, self.scored_from_S)
         return Samples(self.sources_M, self.targets_M, self.places_M, *(values[:inside] for values in per_sample))
 

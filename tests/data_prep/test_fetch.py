@@ -422,7 +422,7 @@ def test_a_dataset_through_datasets(tmp_path, capsys):
     assert [piece.text for piece in documents(out / "joined")] == ["Text 0-0.\nText 0-1.\nText 0-2.", "Text 0-3."]
     (folder / "train-0.jsonl").write_text('{"body": "Another text.", "stars": 1}\n')
     assert run(f"hf:{folder}", "--out", out, *QUICK, "--text-field", "body") == 0
-    assert "Another text." in [piece.text for piece in documents(out)], "a folder on disk has no revision: its files say what it is"
+    assert "Another text." in [piece.text for piece in documents(out)], "its files say which revision it is"
     assert run(f"hf:{folder}::nosplit", "--out", tmp_path / "new", *QUICK) == 1
     assert "nosplit" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import numpy as np
@@ -88,6 +89,10 @@ def test_batches_hold_what_they_may_and_every_scored_sample_once():
     assert len(samples.batches(4, 24)) < len(samples.batches(1))
     assert not any(samples.up_to(len(text.tokens)).batch(np.zeros(0, dtype=int)).sources_Bn.shape[:1])
     assert samples.up_to(7).end_S[-1] == 7 and samples.up_to(8).end_S[-1] == 14
+    by_line = Cutting(CONTEXT + 2, CONTEXT, break_mode="eos")
+    for number in (1, 5, 6, 30):  # a symbol before each sample is no token of the text
+        with_bos = cut(text.tokens, text.lengths, dataclasses.replace(by_line, start_token=Vocabulary.bos))
+        assert with_bos.up_to(number).num_scored == cut(text.tokens, text.lengths, by_line).up_to(number).num_scored
 
 
 @pytest.mark.parametrize("arch", ["smlp_partial_tiny", "gshard_lm_tiny", "hash_lm_tiny"])
