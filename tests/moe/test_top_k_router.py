@@ -244,3 +244,10 @@ def test_top_1_agrees_with_fairscales_first_choices(monkeypatch, shape, skew):
     assert plan.dropped["capacity"] == int((~theirs_N).sum())
     if skew == 3.0 and shape[1] > 2:
         assert plan.dropped["capacity"] > 0
+
+
+@pytest.mark.parametrize(("training", "evaluation"), [(1.0, 0.0), (0.0, 2.0), (0.0, 0.0)])
+def test_later_tokens_matter_where_capacity_is_limited(training, evaluation):
+    """A leak test excuses nothing else."""
+    router = TopKRouter(4, 2, TopKSettings(1, capacity_factor=training, eval_capacity_factor=evaluation))
+    assert (router.train().looks_ahead(), router.eval().looks_ahead()) == (training > 0, evaluation > 0)

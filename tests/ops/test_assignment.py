@@ -91,6 +91,10 @@ def test_an_infinite_score_wins_its_place():
     owner = balanced_assignment(scores)
     assert owner[2] == 1 and owner[3] == 0
     assert_balanced(owner, 4, 2)
+    for shift in (-10.0, 0.0, 10.0):  # what is infinite is beyond all others, wherever these are
+        scores = torch.tensor([[0.0, 1.0], [0.0, 3.0], [float("inf"), 0.0], [0.0, float("-inf")]]) + shift
+        assert balanced_assignment(scores).tolist() == [1, 1, 0, 0]
+        assert balanced_assignment(scores.flip(0)).tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("value", [1e38, 3e38])
