@@ -229,5 +229,5 @@ def _facts(manifest: dict[str, Any], num_shards: int, done: Report) -> list[str]
     tokens = sum(row["tokens"] for row in manifest["splits"].values())
     folders = ":".join(str(done.run.out / folder) for folder in shard_folders(num_shards))
     without = "" if "valid" in manifest["splits"] else " --disable-validation (there is no split valid: see --valid)"
-    rate = "" if done.is_resumed else f"{tokens / (time.perf_counter() - done.start):,.0f} tokens/s; "
+    rate = "" if done.run.resumed else f"{tokens / (time.perf_counter() - done.start):,.0f} tokens/s; "
     return [*lines, f"{rate}to train: smlp train {shlex.quote(folders)}{without}"]

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html.entities import html5
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import numpy as np
 
@@ -249,11 +249,13 @@ def navigation(lines: Sequence[str], min_lines: int) -> list[str]:
     kept: list[str] = []
     run: list[str] = []
     for line in [*lines, None]:
-        if line is not None and (not line or _is_menu_item(line)):
+        if line is not None and (_is_menu_item(line) or (run and not line)):
             run.append(line)
             continue
         if sum(map(bool, run)) < min_lines:
             kept += run
+        else:
+            kept += takewhile(lambda line: not line, reversed(run))  # empty lines behind the menu
         run = []
         if line is not None:
             kept.append(line)

@@ -272,7 +272,7 @@ def _finish(
     defects = [defect for result in signing.results[:num_held_out] for defect in result.defects]
     results = [PartResult([], Counts(), defects)]
     results += [replace(result, outputs=result.outputs[:1]) for result in written.results]
-    return write_manifest(run.out, "dedup", recorded, signing.inputs, results, facts)
+    return write_manifest(run.out, "dedup", recorded, signing.inputs, results, facts, versions=run.versions)
 
 
 def _gather(out: Path, name: str, files: list[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,7 @@ def write_manifest(
     results: list[PartResult],
     facts: dict[str, Any] | None = None,
     counts: Counts | None = None,
+    versions: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Write ``out/manifest.json`` and return it.
 
@@ -142,11 +143,12 @@ def write_manifest(
         results: of all parts, in their order.
         facts: further entries.
         counts: of the step, if they are not the sum of those of its parts.
+        versions: of smlp that did earlier phases of the step.
     """
     counts = counts_of(results) if counts is None else counts
     manifest = {
         "step": step,
-        "smlp": ", ".join(sorted({result.smlp for result in results})) or __version__,
+        "smlp": ", ".join(sorted({*versions, *(result.smlp for result in results)})) or __version__,
         "settings": settings,
         "inputs": inputs,
         "outputs": [output for result in results for output in result.outputs],

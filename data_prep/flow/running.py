@@ -55,6 +55,9 @@ class StepRun:
     workers: int = 1  # processes; 1 works in this one
     share: tuple[int, int] = (0, 1)  # ``(k, n)``: only every n-th part, from the k-th on (counted from 0)
     quiet: bool = False  # no progress on standard error
+    # what run_parts notes of all phases: those of which parts were done before, and the versions of smlp that did any
+    resumed: set[str] = field(default_factory=set, compare=False)
+    versions: set[str] = field(default_factory=set, compare=False)
 
 
 @dataclass(frozen=True)
@@ -195,9 +198,13 @@ def run_parts(
     missing = sum(row is None for row in stored)
     if missing:
         return Finished(None, missing=missing, failed=[failed[part.name] for part in parts if part.name in failed])
+    if len(todo) < len(parts):
+        run.resumed.add(phase)
+    results = [_result(row) for row in stored]
+    run.versions.update(result.smlp for result in results)
     ours = {output["name"] for row in stored for output in row["outputs"]}
     forget(run.out, set(state.glob("*.json")) - {state / f"{part.name}.json" for part in parts}, ours)
-    return Finished([_result(row) for row in stored], [row["input"] for row in stored])
+    return Finished(results, [row["input"] for row in stored])
 
 
 def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
@@ -305,17 +312,13 @@ def _result(row: dict[str, Any]) -> PartResult:
 MAX_DEFECTS = 20  # most defects on the terminal; the manifest has all of them
 
 
-@dataclass
+@dataclass(frozen=True)
 class Report:
     """Print the end of a step, timed from here; methods return the exit status, 1 if not one document was kept."""
 
     step: str
     run: StepRun
     start: float = field(default_factory=time.perf_counter)
-
-    def __post_init__(self) -> None:
-        #: whether parts were done before, so that what the whole step did by its time is no rate
-        self.is_resumed = any((self.run.out / STATE).glob("*/*.json"))
 
     def finished(self, manifest: dict[str, Any], *lines: str) -> int:
         """Report that all parts are done and the manifest is written; ``lines`` are added."""
@@ -334,7 +337,7 @@ class Report:
         rate = f"{megabytes / max(seconds, 1e-9):,.1f} MB/s with {self.run.workers} workers"
         print(
             f"{self.step}: {len(manifest['outputs'])} files in {self.run.out}; {megabytes:,.1f} MB of files read in "
-            f"{seconds:,.1f} s ({'parts were done before' if self.is_resumed else rate})"
+            f"{seconds:,.1f} s ({'parts were done before' if self.run.resumed else rate})"
         )
         if counts.documents_in and not counts.kept:
             print(

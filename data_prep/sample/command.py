@@ -103,8 +103,9 @@ def run(args: argparse.Namespace) -> int:
         source: {"available": quota.available, "wanted": quota.wanted, "whole_passes": quota.passes}
         for source, quota in plan.quotas.items()
     }
+    facts = {"sources": sources, "unit": args.unit}
     manifest = write_manifest(
-        args.out, "sample", settings, written.inputs, written.results, {"sources": sources, "unit": args.unit}
+        args.out, "sample", settings, written.inputs, written.results, facts, versions=work.versions
     )
     return done.finished(manifest)
 

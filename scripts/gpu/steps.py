@@ -126,9 +126,14 @@ def run_steps(steps: list[Step], out: Path, name: str, end: float) -> int:
 
 
 def _digest_of_code() -> str:
-    """Return a checksum of the package and the scripts; a copy without git has one as well."""
-    files = sorted(path for part in ("smlp", "scripts") for path in (ROOT / part).rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    """Return a checksum of everything that steps run; a copy without git has one as well."""
+    parts = ("smlp", "data_prep", "scripts", "examples")
+    files = sorted(path for part in parts for path in (ROOT / part).rglob("*") if path.is_file())
+    digest = hashlib.sha256()
+    for path in files:
+        if "__pycache__" not in path.parts:
+            digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _run(step: Step, out: Path, seconds: float) -> dict[str, object]:

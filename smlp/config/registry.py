@@ -128,6 +128,7 @@ def _load_file(path: Path) -> None:
 
 def _lies_beside(path: Path, name: str) -> bool:
     """Return whether a module or package, not this one, is in the folder of a plug-in."""
-    file = Path(getattr(sys.modules.get(name), "__file__", None) or "").resolve()
-    folder = file.parent.parent if file.name == "__init__.py" else file.parent
-    return name != __name__.partition(".")[0] and folder == path.parent
+    module = sys.modules.get(name)
+    places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None) or ""]
+    is_there = any(Path(place).resolve().parent == path.parent for place in places)
+    return name != __name__.partition(".")[0] and is_there

@@ -307,14 +307,16 @@ class _FinetuningChain(TrainingChain):
     def command(self, name: str) -> list[str]:
         return [*this_program(), "train", *self.finetuning.words(self.run, self.folder.path)]
 
+    def remove_checkpoints(self) -> None:
+        if not self.finetuning.keeps_checkpoints:
+            self.folder.drop_checkpoints(keep_last=False)
+
     def finish(self) -> None:
         data = self.finetuning.data
         scores = scores_of(self.folder, data, self.run.updates)
         if scores is None:
             self.fail(TRAIN, f"ended without a finite {data.metric} on {', '.join(data.subsets)}")
             return
-        if not self.finetuning.keeps_checkpoints:
-            self.folder.drop_checkpoints(keep_last=False)
         super().finish()
         said = ", ".join(f"{subset} {data.metric} {scores[subset][data.metric]:g}" for subset in data.subsets)
         self.progress.say(f"{self.run.name}: done in {self.seconds():.0f} s, {said}")

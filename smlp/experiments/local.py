@@ -143,8 +143,13 @@ class TrainingChain(Chain):
         return {}
 
     def finish(self) -> None:
-        """Record that all steps are done; without its checkpoints, only the record says that it is trained."""
-        self.folder.update_state(state=DONE, message=None, trained=True)
+        """Record that all steps are done, and remove checkpoints that are no longer needed."""
+        self.folder.update_state(trained=True)  # first: nothing else says so once they are gone
+        self.remove_checkpoints()
+        self.folder.update_state(state=DONE, message=None)
+
+    def remove_checkpoints(self) -> None:
+        """Remove checkpoints that are no longer needed when the run is done."""
 
     def fail(self, name: str, what: str, state: str = FAILED) -> None:
         """Record why the run ends here."""
@@ -201,8 +206,10 @@ class RunChain(TrainingChain):
         words += zeroshot_words(wanted)
         return [*this_program(), "zeroshot", *words, "--json", str(self.folder.zeroshot)]
 
-    def finish(self) -> None:
+    def remove_checkpoints(self) -> None:
         self.folder.drop_checkpoints(keep_last=not self.run.tuning)
+
+    def finish(self) -> None:
         super().finish()
         found = reached(self.folder.log)
         valid = "" if found.valid is None else f", validation perplexity {found.valid:.2f} per token"

@@ -111,7 +111,7 @@ class SentencePieces:
             numbers, offsets = [piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces]
         for place in reversed(range(len(offsets) - 1)):  # of the pieces of one character, only the last one has it
             (begin, end), (later, its_end) = offsets[place : place + 2]
-            is_space = not self._model.id_to_piece(numbers[place]).strip(WORD_START)
+            is_space = not self._model.id_to_piece(numbers[place]).replace(WORD_START, " ").strip()
             if end == later and not is_space and not line[begin:end].strip():
                 offsets[place] = begin, its_end
         return [self._id_O[number] for number in numbers], offsets

@@ -307,21 +307,24 @@ def test_what_a_failing_file_had_imported_can_be_named_afterwards(tmp_path, monk
     assert smlp.preset("mine").num_layers == smlp.preset("smlp").num_layers
 
 
-def test_a_failing_file_takes_the_package_beside_it_along(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_namespace", [False, True])
+def test_a_failing_file_takes_the_package_beside_it_along(tmp_path, monkeypatch, is_namespace):
     """In a notebook, the file is mended and read again."""
-    (tmp_path / "beside").mkdir()
-    (tmp_path / "beside" / "__init__.py").write_text("from beside import parts\n")
-    (tmp_path / "beside" / "parts.py").write_text(
+    name = f"beside_{is_namespace}"
+    (tmp_path / name).mkdir()
+    if not is_namespace:
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / name / "parts.py").write_text(
         "from smlp.extend import register_architecture\nregister_architecture('mine', like='smlp')\n"
     )
     whole = tmp_path / "whole.py"
-    whole.write_text("import beside\nprint(nothing)\n")
+    whole.write_text(f"import {name}.parts\nprint(nothing)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(plugins.VARIABLE, str(whole))
     with pytest.raises(smlp.UserError, match="NameError"):
         smlp.preset("mine")
-    assert not {"beside", "beside.parts"} & set(sys.modules)
-    whole.write_text("import beside\n")
+    assert not {name, f"{name}.parts"} & set(sys.modules)
+    whole.write_text(f"import {name}.parts\n")
     assert smlp.preset("mine").num_layers == smlp.preset("smlp").num_layers
 
 

@@ -126,7 +126,8 @@ def test_menus():
         *("Yes.", "No!", "Who?", "Me;", "Oh,", "He said:")
     ]
     spaced = [line for item in menu for line in (item, "")]
-    assert rules.navigation([sentence, *spaced, sentence], 5) == [sentence, sentence]
+    assert rules.navigation([sentence, *spaced, sentence], 5) == [sentence, "", sentence]
+    assert rules.navigation([sentence, "", *menu, "", sentence], 5) == [sentence, "", "", sentence]
     assert rules.navigation(["", "", "", "", "", "", sentence], 5) == ["", "", "", "", "", "", sentence]
     assert rules.navigation(["Home | About | Contact | Help", "a / b / c", sentence], 5) == ["a / b / c", sentence]
 

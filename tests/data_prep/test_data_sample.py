@@ -13,6 +13,7 @@ from data_prep.sample import plan
 from data_prep.sample.plan import _shares, find_cuts
 from data_prep.sample.survey import Measure, hashes
 from data_prep.tokenize.models import pieces_of, train_sentencepiece
+from smlp import __version__
 from smlp.cli.main import main
 
 
@@ -266,6 +267,15 @@ def test_words_that_are_no_numbers(corpus, tmp_path, capsys, option):
         or "all weights are 0" in capsys.readouterr().err
         or option[1] == "wiki=0"
     )
+
+
+def test_the_manifest_names_the_versions_of_all_phases(tmp_path):
+    (tmp_path / "a.txt").write_text("One.\n\nTwo.\n")
+    arguments = (tmp_path / "a.txt", tmp_path / "out", "--valid", "0", "--test", "0")
+    assert sample(*arguments)["smlp"] == __version__
+    (record,) = (tmp_path / "out" / ".state" / "survey").glob("*.json")
+    record.write_text(json.dumps({**json.loads(record.read_text()), "smlp": "0.0.1"}))
+    assert sample(*arguments)["smlp"] == f"0.0.1, {__version__}"
 
 
 def test_a_document_without_size_is_written_once(tmp_path):

@@ -277,6 +277,15 @@ def test_two_commands_do_not_download_into_the_same_file(server, tmp_path, capsy
     assert statuses == [0] and len(server.asked("b/one.txt.xz")) == 1
 
 
+def test_what_is_done_anew_has_a_rate_again(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("One.\n")
+    words = [tmp_path / "a.txt", "--out", tmp_path / "out", *QUICK]
+    anew = ["--restart", "--compress", "none"]
+    for more, ending in (([], "MB/s with"), ([], "(parts were done before)"), (anew, "MB/s with")):
+        assert run(*words, *more) == 0
+        assert ending in capsys.readouterr().out
+
+
 def test_what_a_dry_run_finds_of_files_that_the_source_names(server, tmp_path, capsys):
     """What is there already is not needed again."""
     body = f'format = "txt"\n[[files]]\nurl = "{server.url("b/a.txt")}"\nbytes = 4000000\n'

@@ -236,6 +236,13 @@ def test_a_run_of_the_grid_that_its_checkpoint_calls_trained_stays_so_without_it
     chain = RunChain(experiment, folder, "data-bin", run, Machine(1), Progress(folder, [run]), prefix=0)
     assert chain.next_step(0) is None and own.state()["state"] == DONE
     assert not own.last_checkpoint().exists() and is_trained(own, 10)
+    own.update_state(state=RUNNING, trained=False)
+    own.last_checkpoint().write_text("x")
+    monkeypatch.setattr(chain, "remove_checkpoints", lambda: 1 / 0)  # as if it was killed there
+    with pytest.raises(ZeroDivisionError):
+        chain.next_step(0)
+    own.last_checkpoint().unlink()
+    assert is_trained(own, 10) and own.state()["state"] == RUNNING
 
 
 def test_no_experts_are_kept_of_checkpoints_that_are_not(tmp_path):

@@ -58,8 +58,14 @@ def test_a_step_is_repeated_where_the_code_is_another(tmp_path, capsys, monkeypa
     wanted = [steps.Step("good", command("print('fine')"), 1)]
     for code, again in (("x = 1", True), ("x = 1", False), ("x = 2", True), ("x = 2", False)):
         (tmp_path / "smlp" / "a.py").write_text(code)
+        (tmp_path / "smlp" / "__pycache__").mkdir(exist_ok=True)
+        (tmp_path / "smlp" / "__pycache__" / str(again)).touch()
         assert steps.run_steps(wanted, tmp_path, "check-cpu", time.monotonic() + 100) == 0
         assert ("good: passed in" in capsys.readouterr().out) == again
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "one_gpu.yaml").touch()
+    assert steps.run_steps(wanted, tmp_path, "check-cpu", time.monotonic() + 100) == 0
+    assert "good: passed in" in capsys.readouterr().out, "an experiment is part of what steps run"
 
 
 def test_a_step_that_hangs_is_ended_and_none_begins_after_the_time(tmp_path, monkeypatch):

@@ -1,9 +1,11 @@
 """Where in a text the tokens of each kind of tokenizer come from."""
 
+import io
 import itertools
 import random
 
 import pytest
+import sentencepiece
 
 from data_prep.tokenize.models import pieces_of, train_byte_level, train_sentencepiece
 from smlp.errors import UserError
@@ -69,6 +71,22 @@ def test_each_piece_of_a_character_has_all_of_it(tokenizer):
         first, of_before = int((offsets_N2[:, 1] > place).argmax()), len(tokenizer.encode(text[:place].strip()))
         assert first == of_before or tokenizer.content(ids[of_before]) == b" "
         assert offsets_N2[first].tolist() == [place, place + 1]
+
+
+def test_a_piece_of_white_space_has_none_of_what_follows(tmp_path):
+    """Models whose normalisation keeps tabs and the like have such pieces."""
+    writer = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["das wort ist gut", "ist das gut"] * 5), model_writer=writer, vocab_size=17,
+        normalization_rule_name="identity", user_defined_symbols=["\t", "\u3000"], minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "sentencepiece.model").write_bytes(writer.getvalue())
+    tokenizer = Tokenizer(Vocabulary(pieces_of(writer.getvalue())), tmp_path / "sentencepiece.model")
+    text = "das\twort ist\u3000\u3000gut"
+    _, offsets_N2 = tokenizer.encode_with_offsets(text)
+    for place in (4, 14):
+        first = int((offsets_N2[:, 1] > place).argmax())
+        assert offsets_N2[first, 0] == place
 
 
 def test_text_without_tokens_and_no_text(tokenizer):
