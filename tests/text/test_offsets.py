@@ -83,10 +83,10 @@ def test_a_piece_of_white_space_has_none_of_what_follows(tmp_path):
     (tmp_path / "sentencepiece.model").write_bytes(writer.getvalue())
     tokenizer = Tokenizer(Vocabulary(pieces_of(writer.getvalue())), tmp_path / "sentencepiece.model")
     text = "das\twort ist\u3000\u3000gut"
-    _, offsets_N2 = tokenizer.encode_with_offsets(text)
+    ids, offsets_N2 = tokenizer.encode_with_offsets(text)
     for place in (4, 14):
         first = int((offsets_N2[:, 1] > place).argmax())
-        assert offsets_N2[first, 0] == place
+        assert offsets_N2[first, 0] == place and tokenizer.content(ids[first]).decode().strip()
 
 
 def test_text_without_tokens_and_no_text(tokenizer):
