@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from smlp.cli.json_file import check_not_read, check_outputs, remove_outputs, write_json, write_json_lines
@@ -162,13 +163,14 @@ def _work(args: argparse.Namespace, team: Team) -> int:
 
     model = load_model_for(args, team)
     text = read_text(args, model)
-    samples = _samples(args, model, text)
+    samples, reasons = _samples(args, model, text)
     if args.parity:
         return _compare(args, model, text, samples, team)
-    return _evaluate(args, model, text, samples, team)
+    return _evaluate(args, model, text, samples, reasons, team)
 
 
-def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationText) -> Samples:
+def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationText) -> tuple[Samples, list[str]]:
+    """Return the samples, and why tokens are in none of them or not scored."""
     from dataclasses import replace
 
     from smlp.evaluation.samples import Cutting, cut
@@ -182,16 +184,29 @@ def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
         break_mode=args.sample_break_mode,
         context_window=args.context_window,
     )
-    samples = cut(text.stream.tokens, text.stream.lengths, cutting)
+    found = samples = cut(text.stream.tokens, text.stream.lengths, cutting)
     limit = args.limit_tokens or (PARITY_TOKENS if args.parity else None)
     if limit is not None:
-        samples = samples.up_to(limit)
+        samples = found.up_to(limit)
     if not samples.num_scored:
         raise UserError(
             f"no token of {text.name} can be scored: {len(text.stream.tokens)} tokens in {len(samples)} samples, of "
             f"which the first {cutting.prefix} positions are not scored, in a context of {cutting.max_tokens}"
         )
-    return samples
+    reasons, prefix = [], cutting.prefix
+    if num_left_out := len(text.stream.tokens) - int((found.places_M >= 0).sum()):
+        or_empty = " or empty ones" if args.sample_break_mode == "complete_doc" else ""
+        reasons.append(f"{num_left_out:,} are in lines longer than the context of {cutting.max_tokens}{or_empty}")
+    if len(samples) < len(found):
+        reasons.append(f"--limit-tokens {limit} ends the text")
+    if prefix and args.context_window >= prefix:
+        reasons.append(f"the first {prefix} positions of the text choose experts")
+    elif prefix:
+        reasons.append(
+            f"the first {prefix} positions of each input choose experts; with --context-window {prefix} all tokens "
+            f"but the first {prefix} of the text are scored"
+        )
+    return samples, reasons
 
 
 def _compare(args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team) -> int:
@@ -212,7 +227,12 @@ def _compare(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
 
 
 def _evaluate(
-    args: argparse.Namespace, model: LanguageModel, text: EvaluationText, samples: Samples, team: Team
+    args: argparse.Namespace,
+    model: LanguageModel,
+    text: EvaluationText,
+    samples: Samples,
+    reasons: list[str],
+    team: Team,
 ) -> int:
     from smlp.evaluation.scoring import score_samples
     from smlp.inference.scoring.candidates import capacity_limits, is_spread, limit_capacity
@@ -234,12 +254,17 @@ def _evaluate(
     scores = score_samples(model.decoder, samples, batches, len(text.stream.tokens), team, is_in_step, progress)
     seconds = time.perf_counter() - start
     if team.is_first:
-        _report(args, model, text, scores, seconds)
+        _report(args, model, text, scores, reasons, seconds)
     return 0
 
 
 def _report(
-    args: argparse.Namespace, model: LanguageModel, text: EvaluationText, scores: Scores, seconds: float
+    args: argparse.Namespace,
+    model: LanguageModel,
+    text: EvaluationText,
+    scores: Scores,
+    reasons: list[str],
+    seconds: float,
 ) -> None:
     import numpy as np
 
@@ -249,7 +274,10 @@ def _report(
     if sizes is None or np.isnan(scores.log_probs_N).any():
         sizes = decoded_sizes(text.stream, model.tokenizer)
     evaluation = Evaluation(text.stream, scores.log_probs_N, sizes)
-    notes = [*text.notes, *notes_of(model.decoder.config, evaluation, scores.choices, args)]
+    notes = [
+        *text.notes,
+        *notes_of(model.decoder.config, evaluation, scores.choices, reasons, text.original is not None),
+    ]
     if args.json:
         result = {
             "checkpoint": args.path,
@@ -273,14 +301,17 @@ def _report(
     print_evaluation(text.name, evaluation, seconds, notes)
 
 
-def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, args: argparse.Namespace) -> list[str]:
+def notes_of(
+    config: ModelConfig, evaluation: Evaluation, choices: Choices, reasons: Sequence[str], has_text: bool
+) -> list[str]:
     """Return the notes that a reader needs to compare the numbers.
 
     Args:
         config: of the model.
         evaluation: its result.
         choices: of experts.
-        args: of the command.
+        reasons: why tokens are not scored.
+        has_text: whether the original text was given.
     """
     from smlp.config import LEAKY_WARNING
 
@@ -289,19 +320,9 @@ def notes_of(config: ModelConfig, evaluation: Evaluation, choices: Choices, args
         notes.append(LEAKY_WARNING)
     num_unscored = int((~evaluation.is_scored_N).sum())
     if num_unscored:
-        reasons, prefix = [], config.prefix_tokens
-        if args.limit_tokens is not None and args.limit_tokens < len(evaluation.is_scored_N):
-            reasons.append(f"--limit-tokens {args.limit_tokens} ends the text")
-        if prefix and args.context_window >= prefix:
-            reasons.append(f"the first {prefix} positions of the text choose experts")
-        elif prefix:
-            reasons.append(
-                f"the first {prefix} positions of each input choose experts; with --context-window {prefix} all tokens "
-                f"but the first {prefix} of the text are scored"
-            )
         note = f"{num_unscored:,} of {len(evaluation.is_scored_N):,} tokens are not scored"
         notes.append(": ".join([note, *([", and ".join(reasons)] if reasons else [])]))
-        if args.text is not None:
+        if has_text:
             notes.append("so words and bytes are those of the decoded tokens that were scored, not of --text")
     if evaluation.unknown_share > 0:
         notes.append(
