@@ -19,7 +19,7 @@ from data_prep.dedup.contamination import MIN_NGRAM, NGRAM, index_tasks, read_ta
 from data_prep.dedup.files import CONTAMINATED, REMOVED, Signed
 from data_prep.dedup.groups import exact_pairs, first_of_each, near_pairs, pairs_name, partition_parts
 from data_prep.dedup.passes import Decisions, SignSettings, outputs_of_part, sign_part, write_part
-from data_prep.dedup.signatures import Scheme
+from data_prep.dedup.signatures import WORDS, Scheme
 from data_prep.flow.documents import FORMATS
 from data_prep.flow.manifest import WORK, Counts, PartResult, write_manifest
 from data_prep.flow.options import (
@@ -196,7 +196,7 @@ def _phases(
     """Return the results of the first and the last phase, or the phase at which other shares are still at work."""
     parts = [*held_out, *inputs]
     phase = f"sign-{sign.tasks.digest[:8]}" if sign.tasks else "sign"
-    signing = run_parts(run, phase, parts, partial(sign_part, settings=sign), sign.num_partitions)
+    signing = run_parts(run, phase, parts, partial(sign_part, settings=sign), (sign.num_partitions, WORDS))
     if signing.results is None:
         return signing
     sizes = [result.facts["documents"] for result in signing.results]

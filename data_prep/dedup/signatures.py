@@ -19,6 +19,7 @@ import numpy as np
 from data_prep.clean.rules import nfc
 from smlp.errors import UserError
 
+WORDS = 2  # what words are; signatures of another kind are made anew
 FACTOR = np.uint64(0x5851F42D4C957F2D)
 _MAX_CACHED_WORDS = 1 << 18  # about 40 MB
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")

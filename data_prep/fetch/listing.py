@@ -33,8 +33,9 @@ def kept_files(source: Source, options: dict[str, str], folder: Path) -> list[Re
         return None
     try:
         files = [from_json(file) for file in row["files"]]
-        # earlier versions kept names without formats
-        return [replace(file, name=named_by_format(file.name, source.format)) for file in files]
+        # earlier versions kept names without formats, of which two can become one
+        files = [replace(file, name=named_by_format(file.name, source.format)) for file in files]
+        return files if len({file.name for file in files}) == len(files) else None
     except (KeyError, TypeError):  # damaged: request it again
         return None
 

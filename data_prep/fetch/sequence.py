@@ -99,8 +99,8 @@ def _downloaded(wanted: Wanted) -> tuple[list[RemotePart], list[str]]:
 def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
     """Return name and request of each shard, for the revision that the first command found."""
     kept = wanted.raw / _SHARDS
-    files = hub.files_of(wanted.source.hub)
-    key = {"hub": asdict(wanted.source.hub), "files": files}
+    files = {"files": found} if (found := hub.files_of(wanted.source.hub)) else {}
+    key = {"hub": asdict(wanted.source.hub), **files}
     row = read_json(kept)
     if row is None or row["key"] != key:
         dataset, number = hub.pinned(wanted.source.hub)
@@ -110,7 +110,7 @@ def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
     return [
         (
             f"{dataset.split}-{shard:05d}-of-{number:05d}",
-            {"hub": row["hub"], "shard": shard, "num_shards": number, **({"files": files} if files else {})},
+            {"hub": row["hub"], "shard": shard, "num_shards": number, **files},
         )
         for shard in range(number)
     ]

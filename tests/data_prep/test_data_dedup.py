@@ -308,6 +308,21 @@ def test_what_changes_is_done_again_and_nothing_else(tmp_path):
     assert files_of(tmp_path / "out") == (run(*options, out=tmp_path / "new"), files_of(tmp_path / "new"))[1]
 
 
+def test_signatures_of_another_kind_of_words_are_made_anew(tmp_path, monkeypatch):
+    """Those of an earlier version are not compared with those of this one."""
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "One and the same text."}])
+    options = ["--in", tmp_path / "a.jsonl", "--workers", 1]
+    run(*options, out=tmp_path / "out")
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "One and the same text."}])
+    monkeypatch.setattr(command, "WORDS", 3)
+    signed, sign = [], command.sign_part
+    monkeypatch.setattr(
+        command, "sign_part", lambda part, out, settings: signed.append(part.name) or sign(part, out, settings)
+    )
+    run(*options, out=tmp_path / "out")
+    assert signed == ["a"]
+
+
 def test_what_was_written_for_an_input_that_is_gone_goes_too(tmp_path, tasks):
     """Also when the tasks have changed, whose n-grams are in the name of the first phase."""
     folder, _ = tasks

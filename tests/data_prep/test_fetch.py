@@ -8,6 +8,7 @@ import json
 import lzma
 import re
 import threading
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -401,6 +402,15 @@ def test_documents_are_not_written_into_what_is_read(tmp_path, capsys):
     within.write_text("one\n")
     assert run(within, "--out", tmp_path / "out", *QUICK, "--restart") == 1
     assert f"the input {within} lies in --out {within.parent}" in capsys.readouterr().err and within.exists()
+
+
+def test_a_dataset_of_the_hub_stays_at_the_revision_that_was_found(tmp_path, monkeypatch):
+    hub = Hub("someone/texts", split="train")
+    row = {"key": {"hub": asdict(hub)}, "hub": {**asdict(hub), "revision": "old"}, "num_shards": 2}
+    (tmp_path / "shards.json").write_text(json.dumps(row))
+    monkeypatch.setattr(sequence.hub, "pinned", pytest.fail)
+    found = sequence._shards(SimpleNamespace(raw=tmp_path, source=SimpleNamespace(hub=hub)))
+    assert [(shard["hub"]["revision"], shard["shard"]) for _, shard in found] == [("old", 0), ("old", 1)]
 
 
 def test_a_dataset_through_datasets(tmp_path, capsys):

@@ -185,6 +185,18 @@ def test_a_kept_list_that_is_damaged_is_asked_for_again(tmp_path, content):
     assert kept_files(Source("mine", "Mine"), {}, tmp_path) is None
 
 
+def test_names_of_a_kept_list_that_become_one_are_asked_for_again(tmp_path):
+    """Earlier versions kept names without formats."""
+    files = [asdict(RemoteFile(f"https://example.org/{name}", name)) for name in ("a.gz", "b.txt.gz")]
+    row = {"definition": "", "options": {}, "files": files}
+    (tmp_path / KEPT).write_text(json.dumps(row))
+    source = Source("mine", "Mine", format="txt")
+    assert [file.name for file in kept_files(source, {}, tmp_path)] == ["a.txt.gz", "b.txt.gz"]
+    files[1]["name"] = "a.txt.gz"
+    (tmp_path / KEPT).write_text(json.dumps(row))
+    assert kept_files(source, {}, tmp_path) is None
+
+
 def test_what_is_no_address_is_named():
     with pytest.raises(UserError, match=r"'http://\[::1' is not the address of a file: Invalid IPv6 URL"):
         named([RemoteFile("http://[::1", "")], "txt")
