@@ -172,8 +172,9 @@ def _field(row: Any, name: str, kind: type, place: str) -> Any:
     value = row.get(name) if isinstance(row, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
         words = {list: "a list", str: "a text", int: "a whole number"}
+        is_there = isinstance(row, dict) and name in row
         raise UserError(
-            f"{place}: {name!r} must be {words[kind]}, {'but is missing' if value is None else f'found {value!r:.80}'}"
+            f"{place}: {name!r} must be {words[kind]}, {f'found {value!r:.80}' if is_there else 'but is missing'}"
         )
     return value
 

@@ -7,7 +7,6 @@ The defaults are those of Liu et al., 2021, Table 9. A point is chosen by its me
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import shlex
 import signal
@@ -322,12 +321,14 @@ class _FinetuningChain(TrainingChain):
         self.progress.say(f"{self.run.name}: done in {self.seconds():.0f} s, {said}")
 
 
-def _check_results(plan: Finetuning, folder: Folder) -> None:
-    """Refuse a folder with results that were made with something else.
+def check_folder_of(plan: Finetuning, folder: Folder) -> None:
+    """Refuse a folder with results or runs that were made with something else.
 
     Raises:
         UserError: the message names what differs.
     """
+    for run in plan.runs():
+        folder.run(run.folder).check(plan.made_with(run))
     if not (folder.path / RESULTS).is_file():
         return check_no_other(folder.path, (RESULTS, PAGE))
     shape = {"made_with": {"lr": float, "batch_size": int, "seed": int}}
@@ -355,9 +356,9 @@ def run_finetuning(
         UserError: the folder has results that were made with something else.
     """
     runs = plan.runs()
-    _check_results(plan, folder)
+    check_folder_of(plan, folder)
     for run in runs:
-        folder.run(run.folder).claim(json.loads(json.dumps(plan.made_with(run))))
+        folder.run(run.folder).claim(plan.made_with(run))
     left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
     machine = Machine.shared(jobs, 1, threads, 0 if plan.is_on_cpu else torch.cuda.device_count())
     print(f"{len(left)} of {len(runs)} runs to do, {jobs} at a time, {machine.threads} threads each", flush=True)
@@ -369,7 +370,12 @@ def run_finetuning(
 
 
 def print_plan(plan: Finetuning, folder: Folder) -> None:
-    """Print the runs and the command of the first one."""
+    """Print the runs and the command of the first one.
+
+    Raises:
+        UserError: the folder has results that were made with something else.
+    """
+    check_folder_of(plan, folder)
     data, runs = plan.data, plan.runs()
     lengths = ", ".join(f"{plan.updates_of(size):,} at batch size {size}" for size in plan.batch_sizes)
     print(f"{plan.encoder.arch} ({plan.encoder.path}, update {plan.encoder.num_updates:,})")

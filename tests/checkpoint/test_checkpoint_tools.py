@@ -233,6 +233,7 @@ def test_info_says_what_is_there(whole: Path, parts: Path, tmp_path: Path, capsy
         assert facts["optimizer"] == has_optimizer
         assert facts["bytes"] == sum((path.parent / file["file"]).stat().st_size for file in facts["files"])
     printed = capsys.readouterr().out
+    assert "experts in 4 parts, as W = 4 ranks with P = 4 write them" in printed
     assert "experts 2 to 2" in printed and f"{experts:,} of them in 4 experts" in printed
 
 

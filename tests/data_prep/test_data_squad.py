@@ -119,7 +119,8 @@ BAD = {
     "it has no answer": lambda data: set_in(first_question(data), "answers", []),
     "it has answers but is_impossible is true": lambda data: set_in(first_question(data), "is_impossible", True),
     "'is_impossible' must be true or false, found 1": lambda data: set_in(first_question(data), "is_impossible", 1),
-    "'answers' must be a list, but is missing": lambda data: set_in(first_question(data), "answers", None),
+    "'answers' must be a list, but is missing": lambda data: first_question(data).pop("answers"),
+    "'answers' must be a list, found None": lambda data: set_in(first_question(data), "answers", None),
     "'answer_start' must be a whole number, found '5'": lambda data: set_in(
         first_question(data)["answers"][0], "answer_start", "5"
     ),

@@ -310,6 +310,17 @@ def test_a_dry_run_starts_nothing(trainer, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "1 points x 1 seeds = 1 runs; updates: 35 at batch size 16" in said and "lr1e-05-b16-s1: waiting" in said
     assert "smlp train " in said and not (tmp_path / "out").exists()
+    assert trainer({"1e-05": [80]}, seeds=[1])[0] == 0
+    assert (
+        trainer({"1e-05": [80]}, "--dry-run", seeds=[1]) == (0, [])
+        and "lr1e-05-b16-s1: done" in capsys.readouterr().out
+    )
+    for results in (True, False):
+        if not results:
+            (tmp_path / "out" / "results.json").unlink()
+            (tmp_path / "out" / "results.md").unlink()
+        assert trainer({"1e-05": [80]}, "--dry-run", "--dropout", "0.2", seeds=[1]) == (1, [])
+        assert "was made with dropout = 0.1, and the experiment now says 0.2" in capsys.readouterr().err
 
 
 def test_the_papers_row_stands_beside_its_architectures(asked, tmp_path, monkeypatch):
