@@ -20,7 +20,6 @@ begin_job() {
     [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || JOB="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
     RESTARTS="${SLURM_RESTART_COUNT:-0}"
     MAX_RESTARTS="${SMLP_MAX_RESTARTS:-100}"
-    [[ "$MAX_RESTARTS" =~ ^[0-9]+$ ]] || fail "SMLP_MAX_RESTARTS is '$MAX_RESTARTS', not a number"
     [ -n "${SLURM_NTASKS:-}" ] || fail "SLURM_NTASKS is not set, so the number of ranks is unknown: give sbatch --ntasks-per-node"
     LOGS="${SMLP_LOGS:-$SLURM_SUBMIT_DIR/slurm-logs}/$JOB"
     mkdir -p "$LOGS" || fail "cannot make the folder $LOGS for the logs"

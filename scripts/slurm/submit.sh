@@ -59,6 +59,7 @@ set_option() {
 has_sbatch_option() { [[ " ${SBATCH_OPTIONS[*]%%=*} " == *" $1 "* ]]; }
 
 set_ranks() {
+    [ -n "$SWEEP" ] || ! has_sbatch_option --array || fail "--array would start the same run several times: list runs with --sweep FILE"
     [ -n "$NODES" ] || fail "--nodes, the number of machines, is missing"
     check_number --nodes "$NODES"
     if [ -n "$GPUS_PER_NODE" ]; then

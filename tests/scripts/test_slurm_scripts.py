@@ -176,6 +176,7 @@ SIZE = ["--nodes", "1", "--gpus-per-node", "8"]
             ["--nodes", "3", "--gpus-per-node", "1", "--", REPOSITORY / "examples/smlp.sh", "data", "runs"],
             "GPUS=3 does not divide the 128 batches of an update",
         ),
+        ([*SIZE, "--array=1-5", "--", "data"], "--array would start the same run several times"),
         ([*SIZE, "--sweep", "no.txt", "--", "data", "runs"], "there is no list of runs no.txt"),
         ([*SIZE, "--sweep", "no.txt", "--", "data"], "a sweep needs DATA and the folder for all its runs"),
     ],
@@ -195,7 +196,8 @@ def test_data_of_sentences_have_a_dictionary_for_each_input(user) -> None:
 def test_what_smlp_train_refuses_is_not_submitted(user) -> None:
     does = "echo 'smlp: error: --expert-parallel-size 5 does not divide 8' >&2; exit 1"
     assert "divide 8" in error(run(user, SUBMIT, *SIZE, "--", "data", SMLP_DOES=does))
-    assert not noted(user, "sbatch")
+    said = error(run(user, SUBMIT, *SIZE, "--", "data", SMLP_MAX_RESTARTS="often"))
+    assert "SMLP_MAX_RESTARTS is 'often', not a number" in said and not noted(user, "sbatch")
     done = run(user, SUBMIT, *SIZE, "--", "data", "--no-save", SMLP_MAX_RESTARTS="0")
     assert done.rc == 0 and noted(user, "sbatch"), done.stderr
 
