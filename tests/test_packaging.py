@@ -41,6 +41,7 @@ def test_what_is_in_the_wheel(built: Path):
     assert {"requirements/constraints.txt", "scripts/quickstart.sh", "docs/models.md", "CITATION.cff"} <= names
 
 
+@pytest.mark.slow
 def test_a_wheel_needs_no_clone(built: Path, tmp_path: Path):
     smlp = (sys.executable, "-m", "smlp")
     assert run(built, tmp_path, *smlp, "user-dir").strip() == str(built / "site" / "smlp")
@@ -61,6 +62,7 @@ def test_a_wheel_needs_no_clone(built: Path, tmp_path: Path):
     assert mine == str(tmp_path / "mine" / "scripts" / "slurm")
 
 
+@pytest.mark.slow
 def test_a_wheel_submits_jobs(built: Path, tiny_data: Path, tmp_path: Path):
     """``where: slurm``, with a program that stands in for sbatch and notes what it is to run."""
     (built / "bin").mkdir(exist_ok=True)

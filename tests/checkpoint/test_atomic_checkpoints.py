@@ -86,6 +86,7 @@ def test_killed_runs_leave_only_whole_checkpoints(tiny_data: Path, tmp_path: Pat
     assert len(list(save_dir.glob("*.tmp"))) <= 1
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_costs_nothing(tiny_data: Path, tmp_path: Path, run_fairseq_many) -> None:
     """The kernel refuses to write beyond a size between that of the first checkpoint and nothing."""
     save_dir = tmp_path / "save"

@@ -293,6 +293,7 @@ print(json.dumps(peaks))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
 def test_peak_memory_is_below_twice_the_largest_shard(tmp_path: Path) -> None:
     """Measured as the kernel's highest resident set of a process (VmHWM, reset before each command), file-backed

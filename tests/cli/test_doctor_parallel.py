@@ -18,6 +18,7 @@ from smlp.launch import team
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 
+@pytest.mark.slow
 def test_two_ranks_of_this_machine_pass_all_checks(tmp_path):
     file = tmp_path / "report.json"
     run = run_python(
@@ -47,6 +48,7 @@ def test_bad_numbers_of_ranks(options, capsys):
     assert said.startswith("smlp: error: --nproc") and said.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["reduce_expert_gradients", "global_grad_norm"])
 def test_a_wrong_gradient_is_seen(place):
     found = run_ranks("sabotaged_layout", 2, place=place)

@@ -344,6 +344,7 @@ def test_flops_command_refuses_in_one_sentence(words, parts, capsys):
     assert all(part in error for part in parts), error
 
 
+@pytest.mark.slow
 def test_the_largest_model_needs_no_memory():
     """15.6 B parameters, which would be 62 GB."""
     code = (

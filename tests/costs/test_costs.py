@@ -212,6 +212,7 @@ def test_a_slow_assignment_is_not_the_gates(monkeypatch):
     assert max(layers[name]["gate"] for name in layers) < min(assigning)
 
 
+@pytest.mark.slow
 def test_waiting_for_a_slow_rank():
     """In the forward pass it is skew; in the backward pass it is part of the all-to-all that waits."""
     fast, slow = run_ranks("costs_with_a_slow_rank", 2)

@@ -35,6 +35,7 @@ SHAPES = [  # far from the presets: whatever their layers were, here others are 
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "vary"),
     [(arch, vary) for arch in LIKE for vary in ("layers", "ffn")] + [(shape, "layers") for shape in SHAPES],

@@ -79,6 +79,7 @@ def vocab_size(data) -> int:
     return len((data / "dict.txt").read_text().splitlines()) + 4
 
 
+@pytest.mark.slow
 def test_files_of_a_profiled_run(runs, tiny_data):
     folder, outcomes = runs
     run, place = outcomes["profiled"], folder / "new" / "dir"

@@ -243,6 +243,7 @@ def test_the_point_with_the_best_median_is_chosen(trainer, tmp_path, capsys):
     assert not list((tmp_path / "out").rglob("checkpoint*"))
 
 
+@pytest.mark.slow
 def test_what_is_done_is_kept_and_what_failed_is_named_and_tried_again(trainer, tmp_path, capsys):
     status, started = trainer({"1e-05": [80, 81, 82], "2e-05": [90, None, 90]})
     assert status == 1 and len(started) == 6

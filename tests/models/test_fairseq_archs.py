@@ -156,6 +156,7 @@ def odd_runs(trained, tiny_data, tmp_path_factory, run_fairseq_many):
     return folder, dict(zip(cases, run_fairseq_many(list(cases.values()), timeout=240), strict=True))
 
 
+@pytest.mark.slow
 def test_tables_of_ids_have_no_average(odd_runs):
     folder, runs = odd_runs
     assert runs["averaged"].rc == 0, runs["averaged"].stderr

@@ -278,6 +278,7 @@ def test_generate_agrees_with_the_full_forward(tools):
     assert checked > 20
 
 
+@pytest.mark.slow
 def test_interactive_continues_lines(tools, tiny_data):
     path, _ = tools
     arguments = [tiny_data, "--user-dir", USER_DIR, "--path", path, "--task", "language_modeling"]

@@ -59,6 +59,7 @@ def test_quickstart_on_a_users_text_twice(tiny_text, tmp_path, refused):
     assert not (tmp_path / "new" / "settings.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("minutes", ["nan", "inf", "-5"])
 def test_quickstart_needs_a_time(tmp_path, minutes):
     words = f"scripts/quickstart.py --out {tmp_path / 'out'} --minutes={minutes}"
@@ -114,6 +115,7 @@ def test_a_python_that_is_too_old_or_missing_is_named(tmp_path):
     assert "Python 3.11 or 3.12 with venv is needed" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_test_run_in_which_nothing_ran_fails(tmp_path):
     """scripts/test.sh, with its environment step replaced by the present one."""
     scripts = tmp_path / "scripts"

@@ -170,6 +170,7 @@ def test_training_lowers_the_loss_of_spans(tiny_data, tmp_path, pretrained, run_
     assert len(losses) >= 30 and losses[29] < 0.7 * losses[0]
 
 
+@pytest.mark.slow
 def test_a_model_without_a_head_for_spans_is_refused_in_one_sentence(tiny_data, tmp_path, run_fairseq_many):
     files, out = write_squad(tmp_path / "files"), tmp_path / "data"
     printed("squad", "--train", files["v1.1"], "--tokenizer", tiny_data, "--out", out)

@@ -103,6 +103,7 @@ def test_labels_of_validation_are_those_of_training(digits):
     assert {(path.split("/")[-2], label) for path, label in samples} == {(str(label), label) for label in range(1, 10)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("error", [None, ZeroDivisionError, Image.DecompressionBombError])
 def test_images_that_do_not_open(digits, capsys, monkeypatch, workers, error):
@@ -120,6 +121,7 @@ def test_images_that_do_not_open(digits, capsys, monkeypatch, workers, error):
     )
 
 
+@pytest.mark.slow
 def test_sizes_that_patches_do_not_divide(digits, capsys):
     ours = train(capsys, digits, "--img-size", "9")
     assert "img_size=9 must be a multiple of patch_size=4" in ours
