@@ -32,6 +32,7 @@ from data_prep.flow.options import (
     cached_tokenizer,
     check_apart,
     run_of,
+    tokenizer_files,
     tokenizer_setting,
 )
 from data_prep.flow.parts import FilePart
@@ -106,7 +107,9 @@ def run(args: argparse.Namespace) -> int:
         splits = {part.name: result.facts for part, result in zip(parts, done.results, strict=True)}
         names = [f"input{number}" for number in range(len(task.columns))]
         outputs = [
-            write_named(run.out, f"{name}/{DICTIONARY}", (args.tokenizer / DICTIONARY).read_bytes()) for name in names
+            write_named(run.out, f"{name}/{path.name}", path.read_bytes())
+            for name in names
+            for path in tokenizer_files(args.tokenizer)
         ]
         if task.labels:
             counts = splits[TRAIN]["labels"]

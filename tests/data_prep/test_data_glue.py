@@ -10,6 +10,7 @@ from data_prep.finetuning.glue_tasks import TASKS, SplitFile, read_rows
 from smlp.cli.main import main
 from smlp.text.binarized import read_fairseq_tokens
 from smlp.text.tokenizer import load_tokenizer
+from smlp.text.tokenizer_files import find_tokenizer
 
 PARSES = ["( a )", "( b )", "(ROOT a)", "(ROOT b)"]
 STS_B = ["index", "genre", "filename", "year", "old_index", "source1", "source2", "sentence1", "sentence2"]
@@ -321,6 +322,15 @@ def test_a_sentence_that_the_tokenizer_drops_is_refused(tmp_path, capsys):
     write_tokenizer(tokenizer, "unigram")
     assert glue("--task", "SST-2", "--in", folder, "--tokenizer", tokenizer, "--out", tmp_path / "out") == 1
     assert "the sentence '\ufffd' has no token" in capsys.readouterr().err
+
+
+def test_the_tokenizer_lies_with_the_sentences(tmp_path):
+    """There, a fine-tuned checkpoint finds it."""
+    folder, tokenizer = own(tmp_path / "in", "sentence\tlabel", ["we\t1", "it\t0"]), tmp_path / "pieces"
+    write_tokenizer(tokenizer, "unigram")
+    assert glue("--task", "SST-2", "--in", folder, "--tokenizer", tokenizer, "--out", tmp_path / "out") == 0
+    found = find_tokenizer([tmp_path / "out" / "input0"])
+    assert found.read_bytes() == (tokenizer / "sentencepiece.model").read_bytes()
 
 
 @pytest.mark.parametrize("score", ["5.1", "nan", "-1", "high", "", "0_1", "４"])
