@@ -19,7 +19,6 @@ _MOST_STOPS, _MOST_LOGPROBS, _MOST_TEXTS = 4, 5, 128
 _DEFAULT_TOKENS = 16
 #: keys that are accepted only with a value that changes nothing
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "presence_penalty": (0,),
@@ -27,7 +26,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 }
 _KNOWN = {
     *("model", "prompt", "max_tokens", "temperature", "top_p", "n", "stream", "stream_options", "logprobs", "echo"),
-    *("stop", "seed", "user", "top_k", "repetition_penalty", "stop_at_eos", "fill_prefix"),
+    *("stop", "seed", "user", "top_k", "repetition_penalty", "stop_at_eos", "fill_prefix", "best_of"),
     *_WITHOUT_EFFECT,
 }
 
@@ -97,11 +96,11 @@ class RequestReader:
         for name in given:
             if name not in _KNOWN:
                 raise RequestError(name, f"unknown key {name[:80]!r}; there are {', '.join(sorted(_KNOWN))}")
-        for name, allowed in _WITHOUT_EFFECT.items():
-            if name in given and (given[name] not in allowed or isinstance(given[name], bool)):
-                raise RequestError(name, f"{name} is not available here: leave it out")
         keys = _Keys(given)
         num_texts = keys.whole("n", 1, 1, min(_MOST_TEXTS, self.most_texts))
+        for name, allowed in {**_WITHOUT_EFFECT, "best_of": (1, num_texts)}.items():
+            if name in given and (given[name] not in allowed or isinstance(given[name], bool)):
+                raise RequestError(name, f"{name} is not available here: leave it out")
         max_tokens = keys.whole("max_tokens", min(_DEFAULT_TOKENS, self.most_tokens), 0, self.most_tokens)
         echoes, streams = keys.flag("echo"), keys.flag("stream")
         num_top = keys.whole("logprobs", 0, 0, _MOST_LOGPROBS) if "logprobs" in given else None

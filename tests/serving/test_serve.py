@@ -245,6 +245,13 @@ REFUSED = {
 }
 
 
+def test_as_many_texts_as_are_asked_for_are_the_best_of_them(client):
+    body = {"prompt": "w1", "n": 2, "seed": 1, "max_tokens": 2}
+    answers = [client.post("/v1/completions", json={**body, **more}) for more in ({}, {"best_of": 2}, {"best_of": 3})]
+    assert [answer.status_code for answer in answers] == [200, 200, 400]
+    assert answers[0].json()["choices"] == answers[1].json()["choices"]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(client, name):
     body, key, words = REFUSED[name]
