@@ -20,7 +20,7 @@ import numpy as np
 from smlp.errors import UserError
 from smlp.evaluation.perplexity import of_bits
 from smlp.files import read_bytes
-from smlp.plots.drawing import OKABE_ITO, check_matplotlib
+from smlp.plots.drawing import OKABE_ITO, legend, new_figure, save
 
 # Runs also differ in marker.
 _COLOURS = tuple(OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky"))
@@ -130,15 +130,13 @@ def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[s
 
     Training is a thin line, validation a thick one with markers; ``baselines`` (name to perplexity per token, on the
     validation set) are dashed horizontal lines. The right-hand axis gives the loss in nats. Raises UserError if there
-    is nothing to draw, more runs than colours, or no matplotlib.
+    is nothing to draw, more runs than colours, no matplotlib, or a file that cannot be written.
     """
     if not 1 <= len(curves) <= len(_COLOURS):
         raise UserError(f"between 1 and {len(_COLOURS)} training curves can be drawn, not {len(curves)}")
-    check_matplotlib()
-    from matplotlib.figure import Figure
+    figure = new_figure(9, 5.5, "Training and validation loss")
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-    figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.set_yscale("log")
     for number, (curve, colour, marker) in enumerate(zip(curves, _COLOURS, _MARKERS, strict=False)):
@@ -153,7 +151,7 @@ def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[s
         )
     right = max(point.num_updates for curve in curves for point in curve.train + curve.valid)
     for name, perplexity in (baselines or {}).items():
-        axes.axhline(perplexity, color=_BASELINE_COLOUR, linewidth=1, linestyle=(0, (5, 3)))
+        axes.axhline(perplexity, color=_BASELINE_COLOUR, linewidth=1.3, linestyle=(0, (5, 3)))
         axes.annotate(
             f"{name}: {perplexity:,.0f}",
             (0.1 * right, perplexity),  # the curves are still above the baselines here
@@ -174,10 +172,8 @@ def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[s
     loss_axis.set_yscale("linear")
     loss_axis.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="upper right")
-    axes.set_title("Training and validation loss")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, format="png")
+    legend(axes, frameon=False, loc="upper right")
+    save(figure, out)
 
 
 def _xy(points: Sequence[LossPoint]) -> tuple[list[int], list[float]]:
