@@ -25,18 +25,21 @@ def token_losses(logits: Tensor, target: Tensor, ignored: int | None = None) -> 
     Args:
         logits: (..., V).
         target: ids, (...).
-        ignored: the id of targets that do not count: their loss is 0. None if all count.
+        ignored: the id of targets that do not count, of the vocabulary or not: their loss is 0. None if all count.
 
     Returns:
         (...), float32 or float64.
     """
     logits_NV, target_N = logits.reshape(-1, logits.size(-1)), target.flatten()
+    if ignored is not None:
+        is_ignored_N = target_N == ignored
+        target_N = target_N.masked_fill(is_ignored_N, 0)  # it may be no index, such as -100
     if loses_by_rows(logits_NV):
         losses_N = _TokenLosses.apply(logits_NV, target_N)
     else:
         losses_N = F.cross_entropy(logits_NV.to(_wide(logits.dtype)), target_N, reduction="none")
     if ignored is not None:
-        losses_N = losses_N.masked_fill(target_N == ignored, 0.0)
+        losses_N = losses_N.masked_fill(is_ignored_N, 0.0)
     return losses_N.view(target.shape)
 
 

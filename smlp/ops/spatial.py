@@ -135,7 +135,7 @@ def _projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, start: int,
 def _sequence(x_hnc: Tensor, weight_hmn: Tensor, bias_hm1: Tensor) -> Tensor:
     """Return the last m positions of one sequence, (h, m, c); a single product is cut to give all threads a part."""
     (num_heads, num_new, num_tokens), bands = weight_hmn.shape, BANDS
-    if num_heads > 1 or num_new > 1 or num_tokens < bands:
+    if num_heads > 1 or num_new != 1 or num_tokens < bands:
         return torch.baddbmm(bias_hm1, weight_hmn, x_hnc)
     whole = num_tokens - num_tokens % bands
     sums_1c = columns_by_bands(x_hnc[0, :whole], weight_hmn[0, 0, :whole], bands)

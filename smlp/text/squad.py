@@ -9,6 +9,8 @@ Letters: ``C`` contexts, ``Q`` questions, ``N`` tokens of all contexts, ``M`` of
 from __future__ import annotations
 
 import json
+import re
+import string
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -194,9 +196,12 @@ def score_answers(split: SquadSplit, rows_W5: np.ndarray, threshold: float | Non
     null_Q = np.minimum.reduceat(rows_W5[:, 1], first_Q)
     best_Q5 = rows_W5[first_Q]
     texts = [split.text_of(int(row[0]), int(row[3]), int(row[4])) for row in best_Q5]
-    answer_Q2 = np.array([measure(text, split.answers[q]) for text, q in zip(texts, question_Q, strict=True)])
+    right_Q = [split.answers[question] for question in question_Q]
+    if split.has_unanswerable:  # as in evaluate-v2.0.py
+        right_Q = [[answer for answer in answers if _has_words(answer)] for answers in right_Q]
+    answer_Q2 = np.array([measure(text, answers) for text, answers in zip(texts, right_Q, strict=True)])
     if split.has_unanswerable:
-        null_Q2 = np.array([(0.0, 0.0) if split.answers[question] else (100.0, 100.0) for question in question_Q])
+        null_Q2 = np.array([(0.0, 0.0) if answers else (100.0, 100.0) for answers in right_Q])
         difference_Q = null_Q - best_Q5[:, 2]
         if threshold is None:
             threshold = _best_threshold(difference_Q, answer_Q2[:, 1], null_Q2[:, 1])
@@ -208,6 +213,12 @@ def score_answers(split: SquadSplit, rows_W5: np.ndarray, threshold: float | Non
     exact_match, f1 = answer_Q2.mean(axis=0).tolist()
     predictions = {split.ids[question]: text for question, text in zip(question_Q, texts, strict=True)}
     return SquadScores(exact_match, f1, threshold, predictions)
+
+
+def _has_words(answer: str) -> bool:
+    """Return whether more than punctuation and articles, which do not count, is in an answer."""
+    plain = answer.lower().translate(str.maketrans("", "", string.punctuation))
+    return bool(re.sub(r"\b(a|an|the)\b|\s", "", plain))
 
 
 def _best_threshold(difference_Q: np.ndarray, answered_Q: np.ndarray, null_Q: np.ndarray) -> float:

@@ -117,6 +117,7 @@ def test_step_by_step_equals_the_full_forward_for_every_preset(arch):
         full = model(tokens).logits
         state = DecodingState()
         steps = torch.cat([model(tokens[:, t : t + 1], state).logits for t in range(20)], dim=1)
+        assert model(tokens[:, :0], state).logits.shape == (2, 0, 64)  # nothing more fits
     assert (steps - full).abs().max() <= 1e-5 * full.abs().max()
 
 

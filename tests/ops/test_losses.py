@@ -1,5 +1,7 @@
 """Losses of tokens against torch's cross-entropy in float64: values and gradients, and what they keep."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,6 +56,18 @@ def test_the_obvious_path_gives_the_same():
         assert_same(losses, token_losses(logits, target, ignored=2), [logits], tolerance=EXACT)
     with torch.autocast("cpu"):  # a mixture of types is torch's to sort out
         assert "TokenLosses" not in str(token_losses(logits.float(), target).grad_fn.next_functions)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_targets_that_do_not_count_may_be_no_ids(is_fast, monkeypatch):
+    """Such as torch's own -100."""
+    monkeypatch.setattr(fast_paths, "LOGITS_AT_A_TIME", {"cpu": 14})
+    logits, target = drawn(3, 4)
+    for ignored in (-100, -1, 7):
+        target[1, 2] = target[0, 0] = ignored
+        want = expected_losses(logits, target.clamp(0, 6)) * (target != ignored)
+        with contextlib.nullcontext() if is_fast else reference_ops():
+            assert_same(token_losses(logits, target, ignored), want, [logits], tolerance=EXACT)
 
 
 def test_only_the_logits_are_kept():

@@ -128,6 +128,15 @@ def test_the_least_score_of_no_answer_counts():
     assert scores.predictions == {"q0": "two", "q1": ""} and scores.exact_match == 100
 
 
+def test_answers_without_words_do_not_count():
+    """As in evaluate-v2.0.py, where a question without any other has no answer."""
+    split = split_of(["the one !"], [(0, 3, ["the", "!"]), (0, 3, ["the", "one"]), (0, 3, [])])
+    rows = [row(split, question, "the", 5, null=0) for question in range(3)]
+    for threshold, right in ((0.0, [1, 0, 1]), (-9.0, [1, 0, 1])):
+        scores = score_answers(split, np.array(rows), threshold=threshold)
+        assert scores.exact_match == scores.f1 == pytest.approx(100 * np.mean(right))
+
+
 def brute_force(difference, answered, null):
     """The best mean F1 of all thresholds."""
     candidates = [-np.inf, *difference]
