@@ -112,15 +112,29 @@ plan_run() {
     JOB_COMMAND=("$SMLP_ROOT/scripts/slurm/train.sbatch" "${ARGUMENTS[@]}")
 }
 
+# Tasks without a run would only fail.
+check_array() {
+    local option number
+    for option in "${SBATCH_OPTIONS[@]}"; do
+        [[ "$option" == --array=* ]] || continue
+        option="${option#--array=}"
+        for number in $(tr -s ',-' ' ' <<<"${option%%%*}"); do
+            number="${number%%:*}" # a range has a step behind it
+            [[ "$number" =~ ^[0-9]+$ ]] && [ "$number" -ge 1 ] && [ "$number" -le "${#RUN_NAMES[@]}" ] ||
+                fail "--array=$option: the runs of $SWEEP are numbered from 1 to ${#RUN_NAMES[@]}"
+        done
+    done
+}
+
 plan_sweep() {
     [ ${#WORDS[@]} -ge 2 ] || fail "a sweep needs DATA and the folder for all its runs after --"
     read_sweep "$SWEEP"
+    check_array
     local index plan options copy
     mapfile -t options < <(add_cpu "${WORDS[@]}")
     for index in "${!RUN_NAMES[@]}"; do
         set_run_arguments "$RANKS" "$index" "${WORDS[@]}" "${options[@]}"
         check_run
-        [ -n "$DRY_RUN" ] || continue
         echo "run $((index + 1)), ${RUN_NAMES[index]}:"
         plan="$(rank_table)" || exit 1
         tail -n 2 <<<"$plan"

@@ -26,8 +26,13 @@ def at_edge(values: Sequence[Any], chosen: Mapping[str, Any]) -> list[str]:
 
 
 def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequence[PlannedRun], folder: Folder) -> dict:
-    """Choose the value with the lowest loss on the first subset for each model, and write ``tuned.json``."""
+    """Choose the value with the lowest loss on the first subset for each model, and write ``tuned.json``.
+
+    Raises:
+        UserError: a run was made with another value, which a smaller grid had chosen.
+    """
     chosen, results = best(experiment, models, runs, folder)
+    _check(experiment, main_runs(experiment, models, chosen), folder)
     tuning = experiment.tuning
     write_json(
         folder.tuned,
@@ -50,7 +55,11 @@ def check_runs(experiment: Experiment, models: Sequence[PlannedModel], folder: F
         UserError: the message names the run and the first setting that differs.
     """
     chosen = chosen_so_far(experiment, models, folder)
-    for run in (*tuning_runs(experiment, models), *main_runs(experiment, models, chosen)):
+    _check(experiment, [*tuning_runs(experiment, models), *main_runs(experiment, models, chosen)], folder)
+
+
+def _check(experiment: Experiment, runs: Sequence[PlannedRun], folder: Folder) -> None:
+    for run in runs:
         folder.run(run.folder).check(run.made_with(experiment))
 
 

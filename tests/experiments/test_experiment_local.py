@@ -85,6 +85,26 @@ def test_the_grid_chooses_the_lowest_validation_loss(planned):
         choose(experiment, models, runs, folder)
 
 
+def test_another_choice_is_not_recorded_for_runs_that_are_trained(planned):
+    experiment, models, folder = planned()
+    runs = tuning_runs(experiment, models)
+
+    def finish(run, bits):
+        own = folder.run(run.folder)
+        log(own, 10, valid=bits)
+        own.update_state(state=DONE, trained=True, made_with=run.made_with(experiment))
+
+    for run in runs:
+        finish(run, 5.0 if run.recipe["lr"] == 0.001 else 6.0)
+    for run in main_runs(experiment, models, choose(experiment, models, runs, folder)):
+        finish(run, 5.0)
+    before = folder.tuned.read_bytes()
+    finish(next(run for run in runs if run.name == "a-0.002"), 4.0)  # a better one, as a wider grid may have
+    with pytest.raises(UserError, match=r"a-s1 was made with lr = 0.001, and the experiment now says 0.002"):
+        choose(experiment, models, runs, folder)
+    assert folder.tuned.read_bytes() == before
+
+
 @pytest.mark.parametrize("bits", [1500.0, math.inf, math.nan])
 def test_a_run_of_the_grid_that_diverged_is_no_choice(planned, bits):
     """Its perplexity is too large for a number; so is that of its last validation, whatever an earlier one said."""

@@ -384,10 +384,23 @@ def test_a_sweep_is_submitted_with_a_copy_of_its_list(user) -> None:
     assert rest == ["data", "runs", "--bf16"]
     assert copy.startswith("slurm-logs/") and (user / copy).read_bytes() == RUNS.encode()
     assert part[part.index(str(SWEEP)) + 1] != copy
-    assert not noted(user, "smlp")
+    assert [words[:2] for words in noted(user, "smlp")] == [["train", "--dry-run"]] * 6
     planned = run(user, SUBMIT, "--dry-run", *sizes, "--", "data", "runs")
-    assert planned.rc == 0 and len(noted(user, "smlp")) == 3
+    assert planned.rc == 0 and len(noted(user, "smlp")) == 9
     assert [line for line in planned.stdout.splitlines() if line.startswith("run ")][1] == "run 2, plain:"
+
+
+@pytest.mark.parametrize("array", ["4", "0", "2-4", "1-3,7%2", "0-2:2", "one"])
+def test_an_array_has_runs_for_all_its_tasks(user, array) -> None:
+    (user / "list.txt").write_text(RUNS)
+    done = run(user, SUBMIT, *SIZE, "--sweep", "list.txt", f"--array={array}", "--", "data", "runs")
+    assert "list.txt are numbered from 1 to 3" in error(done) and not noted(user, "sbatch")
+
+
+def test_a_run_that_would_fail_is_not_submitted(user) -> None:
+    (user / "list.txt").write_text(RUNS)
+    done = run(user, SUBMIT, *SIZE, "--sweep", "list.txt", "--", "data", "runs", SMLP_DOES="exit 1")
+    assert done.rc == 1 and done.stdout == "run 1, fast:\n" and not noted(user, "sbatch")
 
 
 def test_the_example_of_a_list_is_one(user) -> None:
