@@ -43,18 +43,21 @@ class PlannedModel:
     #: nominal multiply-adds of the forward pass
     flops_per_token: float
 
-    def as_json(self, shared_recipe: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+    def as_json(self, experiment: Experiment) -> dict[str, Any]:
         """Return its record in ``experiment.json``."""
+        recipe = {**experiment.recipe, **self.recipe}
+        if experiment.tuning:  # ``tuned.json`` has the value
+            recipe.pop(experiment.tuning.option, None)
         return {
             "name": self.name,
             "folder": self.folder,
             "family": self.family,
             "arch": self.arch,
             "overrides": self.overrides,
-            "recipe": option_words({**shared_recipe, **self.recipe}),
+            "recipe": option_words(recipe),
             "config": flatten(self.config),
             "flops_per_token": self.flops_per_token,
-            "parameters": asdict(parameters(self.config, fitting_ranks(self.config, num_ranks))),
+            "parameters": asdict(parameters(self.config, fitting_ranks(self.config, experiment.resources.ranks))),
         }
 
 
@@ -311,7 +314,7 @@ def as_json(experiment: Experiment, models: list[PlannedModel]) -> dict[str, Any
         "validations": experiment.evaluation.validations,
         "targets": list(experiment.evaluation.targets),
         "tuned_option": experiment.tuning.option if experiment.tuning else None,
-        "models": [model.as_json(experiment.recipe, experiment.resources.ranks) for model in models],
+        "models": [model.as_json(experiment) for model in models],
     }
 
 

@@ -60,13 +60,14 @@ def check_fit(
                 theirs, ours = (theirs[-1] // 2 + 1,), (ours[-1] // 2 + 1,)
             if config.prefix_tokens:
                 raise UserError(
-                    f"the checkpoint predicts {theirs[-1]} positions of a sample, but --tokens-per-sample "
+                    f"the checkpoint predicts {theirs[-1]} positions of a sample, but a context of "
                     f"{config.max_tokens} with --prefix-fraction {config.prefix_fraction} asks for {ours[-1]} "
                     f"after a prefix of {config.prefix_tokens}"
                 )
             option = "--max-positions or --tokens-per-sample" if config.is_bidirectional else "--tokens-per-sample"
+            more = " (--add-bos-token adds one)" if abs(theirs[-1] - ours[-1]) == 1 else ""
             raise UserError(
-                f"the checkpoint has a context of {theirs[-1]} tokens but {option} asks for a model of {ours[-1]}"
+                f"the checkpoint has a context of {theirs[-1]} tokens but {option} asks for a model of {ours[-1]}{more}"
             )
         if name.endswith(".core.positions") and theirs[0] != ours[0]:
             raise UserError(f"the checkpoint has positions for {theirs[0]} tokens, and this run asks for {ours[0]}")

@@ -71,6 +71,8 @@ def test_models_and_their_costs(tmp_path):
     record = as_json(found, models)
     assert record["models"][1]["recipe"] == ["--optimizer", "adam", "--lr", "0.002", "--dropout", "0"]
     assert record["models"][1]["config"] == flatten(models[1].config)
+    tuned = as_json(experiment(tmp_path, FILE + "tune: {lr: [1.0e-3, 3.0e-3], updates: 4}\n"), models)
+    assert tuned["models"][1]["recipe"] == ["--optimizer", "adam", "--dropout", "0"]
     assert record["tokens"] == 20 * 4 * 2 * 128
 
 

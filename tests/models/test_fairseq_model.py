@@ -13,6 +13,7 @@ from running import USER_DIR, run_python
 import smlp
 from smlp.config.presets import PRESETS, from_training_options
 from smlp.fairseq_compat.changed_settings import changed_settings
+from smlp.models.fitting import check_fit
 
 pytestmark = pytest.mark.long
 
@@ -201,6 +202,26 @@ def test_which_settings_of_a_checkpoint_count(arch, then, now, said):
     small = {"embed_dim": 32, "ffn_dim": 64}
     then, now = (smlp.preset(arch, **small, **some) for some in (then, now))
     assert changed_settings(then, now) == said
+
+
+@pytest.mark.parametrize(
+    ("arch", "now", "said"),
+    [
+        ("gmlp_lm_tiny", 65, r"64 tokens but --tokens-per-sample asks for a model of 65 \(--add-bos-token adds one\)"),
+        ("gmlp_lm_tiny", 80, "64 tokens but --tokens-per-sample asks for a model of 80$"),
+        (
+            "smlp_partial_tiny",
+            80,
+            "64 positions of a sample, but a context of 80 with --prefix-fraction 0.2 asks for",
+        ),
+    ],
+)
+def test_another_context_is_refused_in_the_words_of_the_options(arch, now, said):
+    small = {"embed_dim": 16, "ffn_dim": 16, "vocab_size": 20}
+    then, now = (smlp.build(arch, max_tokens=max_tokens, **small) for max_tokens in (64, now))
+    shapes = {name: tensor.shape for name, tensor in now.state_dict().items()}
+    with pytest.raises(smlp.UserError, match=said):
+        check_fit(then.state_dict(), now.state_dict(), shapes, now.config)
 
 
 @pytest.fixture(scope="module")
