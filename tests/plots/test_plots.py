@@ -417,7 +417,7 @@ def affinities_token_by_token(decoder: Decoder, samples: Samples) -> dict[str, d
         if routing.logits_NE is None:
             return
         for token, scores in zip(inputs[1].tolist(), routing.logits_NE.tolist(), strict=True):
-            if decoder.config.router == "base":
+            if decoder.config.router in ("base", "loss_free"):
                 affinities = [1 / (1 + math.exp(-score)) for score in scores]
             else:
                 affinities = [math.exp(score) / sum(map(math.exp, scores)) for score in scores]
@@ -460,6 +460,14 @@ def test_affinities_of_pieces_are_means_over_their_tokens(arch):
                 mean = sum(token[expert] for token in tokens) / len(tokens)
                 assert layer.mean_affinity_PE[row, expert] == pytest.approx(mean, rel=1e-4, abs=1e-6)
                 assert found["mean_affinity_of_pieces"][row][expert] == layer.mean_affinity_PE[row, expert]
+
+
+def test_the_affinity_of_a_loss_free_router_is_its_gate():
+    decoder = randomise(model("switch_lm_tiny", router="loss_free"), seed=6)
+    samples = samples_of(decoder)
+    (layer,) = count_routing(decoder, samples, num_pieces=6).tokens
+    rows = [row for found in affinities_token_by_token(decoder, samples)[layer.name].values() for row in found]
+    assert layer.router == "Loss-free" and layer.mean_affinity_E == pytest.approx(np.mean(rows, axis=0), rel=1e-4)
 
 
 @pytest.mark.parametrize("arch", AFFINITIES)
