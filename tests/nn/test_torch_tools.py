@@ -29,6 +29,7 @@ def model(arch: str, dtype: torch.dtype = torch.double) -> torch.nn.Module:
     heads = {"num_heads": 2} if arch.startswith(("bert", "dense", "base", "gshard", "switch", "hash")) else {}
     small = {**SMALL, "gmlp_attention_dim": 8} if arch.startswith("amlp") else SMALL
     sparse = SPARSE if smlp.preset(arch).num_sparse_layers else {}
+    sparse = {**sparse, "router_z_weight": 0.1} if arch.startswith(("gshard", "switch")) else sparse
     built = smlp.build(arch, **small, **heads, **sparse).to(dtype)
     randomise(built)
     return built

@@ -53,7 +53,10 @@ def load_balance_loss(gate_NE: Tensor, first_choice_N: Tensor) -> Tensor:
 
 def router_z_loss(logits_NE: Tensor) -> Tensor:
     """Return the mean squared logsumexp of the scores, which keeps them small (Zoph et al., 2022, equation 5)."""
-    return logits_NE.logsumexp(dim=1).square().sum() / max(logits_NE.size(0), 1)
+    top_N1 = logits_NE.detach().amax(dim=1, keepdim=True)
+    # torch.logsumexp asks whether there is any token, which a graph does not know
+    logsumexp_N1 = (logits_NE - top_N1).exp().sum(dim=1, keepdim=True).log() + top_N1
+    return logsumexp_N1.square().sum() / max(logits_NE.size(0), 1)
 
 
 def assignment_weights(gate_NE: Tensor, plan: RoutingPlan, normalise: str) -> Tensor:
