@@ -107,7 +107,7 @@ class Measures:
 def share_repeated(lines: list[str]) -> float:
     """Return the share of the lines that occurred earlier; empty ones do not count."""
     lines = [line for line in lines if line]
-    return 1 - len(set(lines)) / len(lines) if lines else 0.0
+    return (len(lines) - len(set(lines))) / len(lines) if lines else 0.0
 
 
 def exceeds_ngram_share(words: list[str]) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from data_prep.flow.limits import DEFAULT_SECONDS
 from data_prep.flow.manifest import Counts
 from data_prep.flow.parts import FilePart
-from data_prep.flow.streams import DamagedFile, from_extra, json_line, open_stream, suffix_of
+from data_prep.flow.streams import DamagedFile, compression_of, from_extra, json_line, open_stream, suffix_of
 from smlp.errors import UserError
 
 FORMATS = (".jsonl", ".txt", ".parquet")
@@ -255,6 +255,8 @@ def too_long_for(reading: ReadSettings) -> str:
 
 def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:
     pyarrow, parquet = (from_extra(name, f"{part.path}: for .parquet") for name in ("pyarrow", "pyarrow.parquet"))
+    if compression_of(part.path):
+        raise UserError(f"{part.path}: a .parquet file is compressed inside, and is read only as it is: unpack it")
     try:
         file = parquet.ParquetFile(part.path)
     except (pyarrow.ArrowException, OSError) as error:

@@ -257,6 +257,23 @@ def random_text(draw):
     return "".join(draw.choices(pieces, k=draw.randint(1, 60))) * draw.choice([1, 1, 1, 3])
 
 
+def test_a_share_of_repeated_lines_at_the_threshold_is_kept():
+    """Counted as 7 of 10: 1 - 7 / 10 is more than 0.3."""
+    lines = [f"{ENGLISH} It has the number {number}." for number in range(7)]
+    once_more = replace(ANY, off=frozenset({"repeated-lines", "repeated-ngrams"}))
+    assert clean("\n".join([*lines, *lines[:3]]), once_more, Counter())[1] == ""
+    assert clean("\n".join([*lines, *lines[:4]]), once_more, Counter())[1] == "many-repeated-lines"
+
+
+def test_entities_are_unfolded_to_the_last():
+    """However many are inside each other."""
+    text = "&lt;"
+    for _ in range(30):
+        text = text.replace("&", "&a&#8203;mp;")
+    once, reason = clean(f"{ENGLISH} {text}", ANY, Counter())
+    assert (once, reason) == (f"{ENGLISH} <", "")
+
+
 def test_cleaning_twice_changes_nothing_more():
     draw = random.Random(11)
     loose = replace(ANY, thresholds=replace(ANY.thresholds, max_repeated_lines=0.6, max_undecodable=1))
