@@ -311,6 +311,11 @@ def test_mistakes_in_a_job(user, words, variables, message) -> None:
     assert not noted(user, "smlp")
 
 
+def test_a_job_without_slurm_names_the_folder_that_it_is_in(user) -> None:
+    said = error(job(user, TRAIN, "data", SMLP_ROOT="", SLURM_SUBMIT_DIR="", SLURM_JOB_ID=""))
+    assert said.startswith(f"{user.resolve()} is not a clone of smlp")
+
+
 # --- sweeps
 
 RUNS = """# comment
