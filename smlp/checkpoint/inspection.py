@@ -175,10 +175,10 @@ def as_text(facts: dict[str, Any]) -> str:
     of_experts = f", {params['experts']:,} of them in {sizes['num_experts']} experts" if params["experts"] else ""
     blocks = f"{sizes['num_dense_layers']} dense + {sizes['num_sparse_layers']} sparse blocks"
     epoch = "" if facts["epoch"] is None else f", epoch {facts['epoch']}"
-    ranks, num_parts = f"{layout['world_size'] or '?'} ranks", len(facts["files"]) - 1
+    ranks, num_parts = layout["world_size"], len(facts["files"]) - 1
     where = {
-        "one file": f"one file, of a run with W = {ranks}",
-        "parts": f"experts in {num_parts} parts, as W = {ranks} with P = {layout['group_size']} write them",
+        "one file": "one file" + (f", of a run with W = {ranks} ranks" if ranks else ""),
+        "parts": f"experts in {num_parts} parts, as W = {ranks} ranks with P = {layout['group_size']} write them",
         "export": "export: weights, dictionary and tokenizer; no optimizer",
     }
     lines = [

@@ -310,12 +310,11 @@ class ModelConfig(MoEConfig):
         return math.sqrt(self.embed_dim) if is_scaled else 1.0
 
     @property
-    def follows_progress(self) -> bool:
-        """Return whether routers change after a share of the training, so that its length must be known."""
-        return self.num_sparse_layers > 0 and any(
-            name in self.router_kind.takes and getattr(self, name) != usual
-            for name, usual in (("router_freeze", 1), ("base_warmup", 0))
-        )
+    def shares_of_training(self) -> dict[str, float]:
+        """Return the settings by which routers change after a share of the training, whose length must be known."""
+        wanted = {"router_freeze": (self.router_freeze, 1), "base_warmup": (self.base_warmup, 0)}
+        takes = self.router_kind.takes if self.num_sparse_layers else ()
+        return {name: share for name, (share, usual) in wanted.items() if name in takes and share != usual}
 
     @property
     def experts_per_token(self) -> int:

@@ -56,7 +56,7 @@ def divide_steps(optimizer: Any, core: Stack, parameters: Sequence[nn.Parameter]
         UserError: the optimizer keeps all parameters in one tensor, or only this rank's.
     """
     factor, spatial_decay = options.spatial_lr_factor, options.spatial_weight_decay
-    freezes = core.config.num_sparse_layers > 0 and core.config.follows_progress
+    freezes = bool(core.config.shares_of_training)
     is_spatial_wanted = factor != 1 or spatial_decay is not None
     if not (freezes or is_spatial_wanted or options.no_decay_norms):
         return

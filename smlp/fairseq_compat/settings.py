@@ -93,10 +93,10 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None, i
         check_settings(cfg)
     # the dictionary is not loaded yet, but hardly matters to whether the model fits into memory
     config = config_of(cfg.model, vocab_size=2)
-    if config is not None and config.follows_progress and not cfg.optimization.max_update:
+    if config is not None and config.shares_of_training and not cfg.optimization.max_update:
+        name, share = next(iter(config.shares_of_training.items()))
         raise UserError(
-            f"--router-freeze {config.router_freeze} and --base-warmup {config.base_warmup} are shares of the training "
-            "run: give its length with --max-update"
+            f"--{name.replace('_', '-')} {share} is a share of the training run: give its length with --max-update"
         )
     if config is not None and is_here and not has_cuda and getattr(cfg.optimizer, "_name", None) == "adam":
         check_training(config, group_size)

@@ -333,7 +333,10 @@ def test_bad_settings_are_one_sentence(tiny_data, tools, tmp_path, run_fairseq_m
         "dictionary": ([other, *wider, "--restore-file", path], ["dict.txt"]),
         "context": ([tiny_data, *wider, "--restore-file", path, "--tokens-per-sample", "32"], ["24", "32"]),
         "width": ([tiny_data, *wider, "--restore-file", path, "--ffn-dim", "32"], ["(16,", "(32,"]),
-        "progress": ([tiny_data, *wider, "--router-freeze", "0.5"], ["--router-freeze 0.5", "--max-update"]),
+        "progress": (
+            [tiny_data, *wider, "--router-freeze", "0.5"],
+            ["--router-freeze 0.5 is a share of the training run", "--max-update"],
+        ),
     }
     # they run side by side, and a save-dir has one writer
     tried = [[*arguments, "--save-dir", tmp_path / name] for name, (arguments, _) in cases.items()]
