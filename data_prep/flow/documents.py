@@ -27,6 +27,7 @@ from data_prep.flow.streams import DamagedFile, compression_of, from_extra, json
 from smlp.errors import UserError
 
 FORMATS = (".jsonl", ".txt", ".parquet")
+FILES = ".jsonl or .txt, plain, .gz, .zst, .xz or .bz2, or .parquet"
 DOCUMENTS_OF_TEXT = ("blank", "line", "file")
 NOT_TEXT = "not text: half of a surrogate pair"  # reason to drop text that no tokenizer can encode
 _BOM = b"\xef\xbb\xbf"
@@ -108,7 +109,7 @@ def read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defe
 def check_format(path: Path) -> None:
     """Raise ``UserError`` if no format of documents ends as a file does."""
     if suffix_of(path) not in FORMATS:
-        raise UserError(f"{path}: files of documents end in {', '.join(FORMATS)}, plain, .gz, .zst, .xz or .bz2")
+        raise UserError(f"{path}: files of documents are {FILES}")
 
 
 def _read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:

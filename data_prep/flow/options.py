@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FORMATS, ReadSettings
+from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FILES, FORMATS, ReadSettings
 from data_prep.flow.manifest import MANIFEST, read_manifest
 from data_prep.flow.parts import PART_BYTES, FilePart, find_files, plan_parts, report_left_out
 from data_prep.flow.running import StepRun
@@ -103,7 +103,7 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help=f"files of documents, or folders of them: {', '.join(FORMATS)}, plain, .gz, .zst, .xz or .bz2",
+        help=f"files of documents, or folders of them: {FILES}",
     )
     add_reading_options(group)
 

@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import zlib
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -23,6 +24,7 @@ from smlp.files import read_text, renamed_when_whole
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 PARTIAL = ".partial"
 READ_BYTES = 1 << 20
+_STREAM_BYTES = 1 << 13  # compressed bytes at a time; what follows a stream in them is copied
 _ZSTD_BYTES = 1 << 10  # compressed bytes at a time; zeros can expand them to 32 MiB
 _GZIP_LEVEL = 4  # three times as fast as level 6; English text becomes 7 % larger
 # Exceptions for a damaged or truncated file; zstandard's own is added when it is imported.
@@ -88,9 +90,9 @@ def open_stream(path: Path) -> BinaryIO:
     if compression == ".gz":
         raw, damage = gzip.GzipFile(path), _DAMAGE
     elif compression == ".xz":
-        raw, damage = lzma.LZMAFile(path), _DAMAGE  # noqa: SIM115
+        raw, damage = _Streams(open(path, "rb"), lzma.LZMADecompressor), _DAMAGE  # noqa: SIM115
     elif compression == ".bz2":
-        raw, damage = bz2.BZ2File(path), _DAMAGE
+        raw, damage = _Streams(open(path, "rb"), bz2.BZ2Decompressor), _DAMAGE  # noqa: SIM115
     elif compression == ".zst":
         zstandard = _zstandard(path)
         raw = _ZstdFrames(open(path, "rb", buffering=READ_BYTES), zstandard)  # noqa: SIM115
@@ -98,6 +100,33 @@ def open_stream(path: Path) -> BinaryIO:
     else:
         return open(path, "rb", buffering=READ_BYTES)
     return io.BufferedReader(_Checked(raw, path, damage), READ_BYTES)
+
+
+class _Streams:
+    """Read all streams of a .xz or .bz2 file. Python's own readers take what begins no stream for the file's end."""
+
+    def __init__(self, file: BinaryIO, decompressor: Callable[[], Any]) -> None:
+        self._file, self._decompressor, self._stream = file, decompressor, decompressor()
+
+    def read1(self, num_bytes: int) -> bytes:
+        content = b""
+        while not content:
+            if self._stream.eof:
+                following = self._stream.unused_data.lstrip(b"\0")  # padding
+                while not following:
+                    if not (read := self._file.read(_STREAM_BYTES)):
+                        return b""
+                    following = read.lstrip(b"\0")
+                self._stream = self._decompressor()
+            else:
+                following = self._file.read(_STREAM_BYTES) if self._stream.needs_input else b""
+                if self._stream.needs_input and not following:
+                    raise EOFError("compressed file ended before the end of a stream")
+            content = self._stream.decompress(following, num_bytes)
+        return content
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class _ZstdFrames:

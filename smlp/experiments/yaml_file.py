@@ -40,6 +40,18 @@ class _Loader(yaml.SafeLoader):
                 seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_whole_number(self, node: yaml.ScalarNode) -> int:
+        number = self.construct_yaml_int(node)
+        if re.match(r"[-+]?0[0-9_]", node.value) or ":" in node.value:  # octal, or of base 60
+            raise yaml.MarkedYAMLError(
+                problem=f"{node.value} means {number} in YAML: write a decimal number without zeros before it",
+                problem_mark=node.start_mark,
+            )
+        return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole_number)
+
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read the mapping in a file.

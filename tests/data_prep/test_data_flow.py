@@ -75,6 +75,27 @@ def test_a_file_that_breaks_off_gives_what_came_before(tmp_path, suffix):
     assert problems == ["damaged: it breaks off", "1 document lost where it breaks off"]
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES[1:])
+def test_files_of_several_streams(tmp_path, suffix):
+    """Also with the padding that .xz allows between them; what is no stream, or a damaged one, is damage."""
+    parts = [json.dumps({"text": f"{number} {os.urandom(300).hex()}"}).encode() + b"\n" for number in range(200)]
+    streams = [
+        write(tmp_path / f"{name}{suffix}", b"".join(some)).read_bytes()
+        for name, some in (("one", parts[:90]), ("two", parts[90:]))
+    ]
+    path = tmp_path / f"a.jsonl{suffix}"
+    paddings = (b"", b"\0" * 4, b"\0" * (1 << 21)) if suffix in (".xz", ".bz2", ".gz") else (b"",)
+    for padding in paddings:
+        path.write_bytes(padding.join([*streams, b""]))
+        assert texts(documents_in(path, ReadSettings())) == [json.loads(part)["text"] for part in parts]
+    damaged = bytes([*streams[1][:1], streams[1][1] ^ 0x40, *streams[1][2:]])
+    for second in (damaged, b"no stream at all, and longer than any header of one " * 9, streams[1][:-9]):
+        path.write_bytes(streams[0] + second)
+        pieces = list(documents_in(path, ReadSettings()))
+        assert len([piece for piece in pieces if isinstance(piece, Record)]) >= 90
+        assert any(isinstance(piece, Defect) and "damaged" in piece.problem for piece in pieces)
+
+
 def test_a_file_that_is_not_compressed_at_all(tmp_path):
     for suffix in SUFFIXES[1:]:
         path = tmp_path / f"a.txt{suffix}"
