@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from data_prep.clean import filters, rules
 from data_prep.clean.filters import FILTERS, Measures, Thresholds, excerpt, is_in, option
 
+# Character rules affect each other: an entity may become a control character. Each level of such entities inside each
+# other takes a round over the text.
+MAX_ROUNDS = 100
+
 LINE_RULES = (*rules.PATTERNS, "short-lines", "repeated-lines", "navigation")
 RULES = (*rules.CHARACTER_RULES, *LINE_RULES, *FILTERS, "language")
 
@@ -58,12 +62,8 @@ def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]
 
 
 def clean_characters(text: str, off: frozenset[str], tally: Counter[str]) -> str:
-    """Apply the rules of characters until they change nothing: an entity may become a control character.
-
-    There is an end: what one of them replaces, none of the others brings back.
-    """
-    before: str | None = None
-    while text != before:
+    """Apply the rules of characters until they change nothing, or :data:`MAX_ROUNDS` times."""
+    for _ in range(MAX_ROUNDS):
         before = text
         for name, rule in rules.CHARACTER_RULES.items():
             if name in off:
@@ -72,6 +72,8 @@ def clean_characters(text: str, off: frozenset[str], tally: Counter[str]) -> str
             if changed != text:
                 tally[f"{name}: characters changed"] += rules.num_changed(text, changed)
                 text = changed
+        if text == before:
+            break
     return text
 
 

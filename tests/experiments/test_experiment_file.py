@@ -106,8 +106,12 @@ MISTAKES = {
     "no yaml": ("models: [a\n", r"small.yaml, line 2: "),
     "a list": ("- 1\n", r"holds a list; names with values"),
     "unknown": (FILE + "model: {}\n", r"model is unknown; did you mean 'models'\?"),
-    "octal": (FILE.replace("[1, 2]", "[010]"), r"small.yaml, line \d+: 010 means 8 in YAML: write a decimal number"),
+    "octal": (FILE.replace("[1, 2]", "[010]"), r"small.yaml, line \d+: 010 means 8 in YAML: write it in decimals"),
     "base 60": (FILE.replace("[1, 2]", "[1:30]"), r"small.yaml, line \d+: 1:30 means 90 in YAML"),
+    "base 60 with a point": (
+        FILE.replace("lr: 2e-3", "lr: 1:30.5"),
+        r"small.yaml, line \d+: 1:30.5 means 90.5 in YAML",
+    ),
     "unknown inside": (FILE + "run: {job: 2}\n", r"run.job is unknown; did you mean 'jobs'\?"),
     "no budget": (FILE.replace("tokens: 100k\n", ""), r"give tokens or updates"),
     "two budgets": (FILE + "updates: 7\n", r"tokens and updates set the same thing"),

@@ -409,6 +409,9 @@ def test_counts_are_those_of_one_sequence_at_a_time(arch):
         assert np.allclose(layer.shares_HE.sum(axis=1), 1) and (layer.counts_HE.sum(axis=0) == 17 * 4).all()
 
 
+SIGMOID = ("loss_free", "sigmoid")
+
+
 def affinities_token_by_token(decoder: Decoder, samples: Samples) -> dict[str, dict[int, list[list[float]]]]:
     """By layer and id, each token's affinities to all experts, from the scores of one sequence at a time."""
     found: dict[str, dict[int, list[list[float]]]] = {}
@@ -417,7 +420,7 @@ def affinities_token_by_token(decoder: Decoder, samples: Samples) -> dict[str, d
         if routing.logits_NE is None:
             return
         for token, scores in zip(inputs[1].tolist(), routing.logits_NE.tolist(), strict=True):
-            if decoder.config.router in ("base", "loss_free"):
+            if decoder.config.router == "base" or (decoder.config.router, decoder.config.loss_free_gate) == SIGMOID:
                 affinities = [1 / (1 + math.exp(-score)) for score in scores]
             else:
                 affinities = [math.exp(score) / sum(map(math.exp, scores)) for score in scores]
@@ -462,8 +465,9 @@ def test_affinities_of_pieces_are_means_over_their_tokens(arch):
                 assert found["mean_affinity_of_pieces"][row][expert] == layer.mean_affinity_PE[row, expert]
 
 
-def test_the_affinity_of_a_loss_free_router_is_its_gate():
-    decoder = randomise(model("switch_lm_tiny", router="loss_free"), seed=6)
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_the_affinity_of_a_loss_free_router_is_its_gate(gate):
+    decoder = randomise(model("switch_lm_tiny", router="loss_free", loss_free_gate=gate), seed=6)
     samples = samples_of(decoder)
     (layer,) = count_routing(decoder, samples, num_pieces=6).tokens
     rows = [row for found in affinities_token_by_token(decoder, samples)[layer.name].values() for row in found]

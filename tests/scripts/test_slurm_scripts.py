@@ -392,14 +392,24 @@ def test_a_sweep_is_submitted_with_a_copy_of_its_list(user) -> None:
     assert [words[:2] for words in noted(user, "smlp")] == [["train", "--dry-run"]] * 6
     planned = run(user, SUBMIT, "--dry-run", *sizes, "--", "data", "runs")
     assert planned.rc == 0 and len(noted(user, "smlp")) == 9
+    quick = run(user, SUBMIT, *sizes, "--unchecked", "--array=1-4:2", "--", "data", "runs")  # tasks 1 and 3
+    assert quick.rc == 0 and quick.stdout.startswith("job 42") and len(noted(user, "smlp")) == 9
+    assert "--array=1-4:2" in noted(user, "sbatch")[-1]
     assert [line for line in planned.stdout.splitlines() if line.startswith("run ")][1] == "run 2, plain:"
 
 
-@pytest.mark.parametrize("array", ["4", "0", "2-4", "1-3,7%2", "0-2:2", "one"])
-def test_an_array_has_runs_for_all_its_tasks(user, array) -> None:
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        (["4", "0", "2-4", "1-3,7%2", "0-2:2", "1-5:2", "008"], "list.txt are numbered from 1 to 3"),
+        (["one", "1-", ",", "", "-3", "1:3", "1%%2", "3-1", "1-3:0", "1" * 20], "is no list of runs, such as 3,7 or"),
+    ],
+)
+def test_an_array_has_runs_for_all_its_tasks(user, arrays, said) -> None:
     (user / "list.txt").write_text(RUNS)
-    done = run(user, SUBMIT, *SIZE, "--sweep", "list.txt", f"--array={array}", "--", "data", "runs")
-    assert "list.txt are numbered from 1 to 3" in error(done) and not noted(user, "sbatch")
+    for array in arrays:
+        done = run(user, SUBMIT, *SIZE, "--sweep", "list.txt", f"--array={array}", "--", "data", "runs")
+        assert said in error(done) and not noted(user, "sbatch"), array
 
 
 def test_a_run_that_would_fail_is_not_submitted(user) -> None:

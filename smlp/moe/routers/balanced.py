@@ -161,5 +161,5 @@ class Base(ScoredRouterKind):
     def mixes_ranks(self, config: ModelConfig) -> bool:
         return config.base_shuffle
 
-    def affinities(self, logits_NE: Tensor) -> Tensor:
+    def affinities(self, config: ModelConfig, logits_NE: Tensor) -> Tensor:
         return logits_NE.sigmoid()

@@ -69,8 +69,8 @@ class LossFree(ScoredRouterKind):
     takes: ClassVar[tuple[str, ...]] = ("loss_free_rate", "loss_free_gate", "router_freeze")
     title = "Loss-free"
 
-    def affinities(self, logits_NE: Tensor) -> Tensor:
-        return logits_NE.sigmoid()
+    def affinities(self, config: ModelConfig, logits_NE: Tensor) -> Tensor:
+        return logits_NE.sigmoid() if config.loss_free_gate == "sigmoid" else super().affinities(config, logits_NE)
 
     def build(self, config: ModelConfig) -> LossFreeRouter:
         by_sigmoid = config.loss_free_gate == "sigmoid"

@@ -140,7 +140,7 @@ class RouterKind(ModelPart):
         """Tell whether, in training, the tokens of an expert group's ranks are mixed before they are routed."""
         return False
 
-    def affinities(self, logits_NE: Tensor) -> Tensor:
+    def affinities(self, config: ModelConfig, logits_NE: Tensor) -> Tensor:
         """Map the scores that the module reports, (N, E), to numbers between 0 and 1."""
         return logits_NE.softmax(dim=1)
 
