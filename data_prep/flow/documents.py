@@ -109,7 +109,7 @@ def read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defe
 def check_format(path: Path) -> None:
     """Raise ``UserError`` if no format of documents ends as a file does."""
     if suffix_of(path) not in FORMATS:
-        raise UserError(f"{path}: files of documents are {FILES}")
+        raise UserError(f"{path}: files of documents end in {FILES}")
 
 
 def _read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:

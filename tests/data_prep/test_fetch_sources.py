@@ -110,7 +110,7 @@ def test_a_source_file_that_is_not_in_order(tmp_path, body, message):
 def test_a_refused_file_leaves_nothing(tmp_path, capsys):
     (tmp_path / "texts.zip").write_bytes(b"PK")
     assert run(tmp_path / "texts.zip", "--out", tmp_path / "out") == 1
-    assert "texts.zip: files of documents end in .jsonl, .txt, .parquet" in capsys.readouterr().err
+    assert "texts.zip: files of documents end in .jsonl or .txt, plain, " in capsys.readouterr().err
     assert not list(tmp_path.glob("out/*/.state"))
 
 
