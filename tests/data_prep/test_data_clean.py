@@ -266,7 +266,7 @@ def test_a_share_of_repeated_lines_at_the_threshold_is_kept():
 
 
 def test_entities_are_unfolded_to_the_last():
-    """However many are inside each other."""
+    """Thirty are inside each other, a round each."""
     before, after = "", "lt;"
     for _ in range(30):
         before, after = before + "&a", f"#8203;mp;{after}"
