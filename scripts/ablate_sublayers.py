@@ -21,7 +21,7 @@ from torch import nn
 
 from smlp.checkpoint.load import load_language_model
 from smlp.cli.main import guarded
-from smlp.errors import UserError
+from smlp.cli.numbers import whole
 from smlp.evaluation.scoring import block_nll
 from smlp.moe.feature_layer import FeatureMoE
 from smlp.moe.layer import TokenMoE
@@ -84,12 +84,12 @@ def ablate(
 
     Positions of a prefix, which only choose experts, do not count. Blocks without a known part are named.
     """
-    whole = block_nll(decoder, tokens, start_token)
-    rows = [("", "the whole model", whole)]
-    say(f"{'the whole model':<40}{whole:>10.4f} nats per token")
+    intact = block_nll(decoder, tokens, start_token)
+    rows = [("", "the whole model", intact)]
+    say(f"{'the whole model':<40}{intact:>10.4f} nats per token")
     for block, what, module in parts(decoder):
         with without(module):
-            lost = block_nll(decoder, tokens, start_token) - whole
+            lost = block_nll(decoder, tokens, start_token) - intact
         rows.append((block, what, lost))
         say(f"{block:<12}without {what:<20}{lost:>+10.4f}")
     seen = {block for block, *_ in rows}
@@ -105,10 +105,8 @@ def main() -> None:
     parser.add_argument("--path", required=True, help="checkpoint")
     parser.add_argument("--data", type=Path, required=True, help="binary data")
     parser.add_argument("--subset", default="valid", help="default: %(default)s")
-    parser.add_argument("--limit-tokens", type=int, default=16384, help="default: %(default)s")
+    parser.add_argument("--limit-tokens", **whole(), default=16384, help="default: %(default)s")
     options = parser.parse_args()
-    if options.limit_tokens < 1:
-        raise UserError(f"--limit-tokens must be at least 1, got {options.limit_tokens}")
     model = load_language_model(options.path, options.data / "dict.txt", what="ablate_sublayers.py")
     tokens = read_fairseq_tokens(options.data / options.subset).tokens[: options.limit_tokens]
     ablate(model.decoder, torch.from_numpy(tokens), model.start_token, print)

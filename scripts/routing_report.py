@@ -21,6 +21,7 @@ from torch import Tensor
 
 from smlp.checkpoint.load import load_language_model
 from smlp.cli.main import guarded
+from smlp.cli.numbers import whole
 from smlp.errors import UserError
 from smlp.evaluation.scoring import block_nll
 from smlp.moe.layer import TokenMoE
@@ -99,13 +100,11 @@ def main() -> None:
     parser.add_argument("--subset", default="valid", help="default: %(default)s")
     parser.add_argument(
         "--train-tokens",
-        type=int,
+        **whole(),
         default=65536,
         help="tokens of train from which offsets are computed (default: %(default)s)",
     )
     options = parser.parse_args()
-    if options.train_tokens < 1:
-        raise UserError(f"--train-tokens must be at least 1, got {options.train_tokens}")
     model = load_language_model(options.path, options.data / "dict.txt", what="routing_report.py")
     tokens = torch.from_numpy(read_fairseq_tokens(options.data / options.subset).tokens)
     if not balanced_layers(model.decoder):

@@ -163,9 +163,9 @@ def describe(data: str, subsets: tuple[str, ...]) -> dict[str, Any]:
     train = [folder / "train" for folder in folders]
     splits["train"] = {
         "tokens": sum(num_tokens(prefix) for prefix in train),
-        "sha256": hashlib.sha256("".join(checksum(prefix) for prefix in train).encode()).hexdigest()
+        "sha256": hashlib.sha256("".join(map(_checksum, train)).encode()).hexdigest()
         if len(train) > 1
-        else checksum(train[0]),
+        else _checksum(train[0]),
     }
     tokenizer_file = find_tokenizer([folders[0]])
     tokenizer = Tokenizer(Vocabulary.load(dictionary), tokenizer_file) if tokenizer_file else None
@@ -175,7 +175,7 @@ def describe(data: str, subsets: tuple[str, ...]) -> dict[str, Any]:
         words = int(sizes.words_N.sum()) if sizes else None
         splits[subset] = {
             "tokens": len(stream.tokens),
-            "sha256": checksum(folders[0] / subset),
+            "sha256": _checksum(folders[0] / subset),
             "words": words,
             "words_per_token": words / len(stream.tokens) if words else None,
             "bytes": int(sizes.bytes_N.sum()) if sizes else None,
@@ -188,11 +188,10 @@ def describe(data: str, subsets: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def checksum(prefix: Path) -> str:
+def _checksum(prefix: Path) -> str:
     """Return the SHA-256 of a split's tokens as they lie in the file."""
     path = Path(f"{prefix}.bin")
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None

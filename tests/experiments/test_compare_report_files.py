@@ -198,10 +198,10 @@ def test_a_run_of_another_model_says_so(out):
 
 
 def test_what_is_no_experiment_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"experiment\.json: No such file.*smlp compare run"):
+    with pytest.raises(UserError, match=r"experiment\.json cannot be read \(No such file.*smlp compare run"):
         read_results(tmp_path)
     (tmp_path / "experiment.json").write_text('{"models": [], "seeds": [1], "updates": 3}')
-    with pytest.raises(UserError, match="is not an experiment: models is empty"):
+    with pytest.raises(UserError, match="is damaged: models is empty"):
         read_results(tmp_path)
 
 

@@ -5,7 +5,6 @@ The folder's files are described in docs/compare.md. Only experiment.json must e
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from smlp.experiments.folder import DONE
 from smlp.experiments.json_files import read_json_or_note, read_lines_and_note
 from smlp.experiments.report.timeline import TrainingTime, logged_seconds, missing_update, read_timeline, training_lines
 from smlp.experiments.spec import MASKED
-from smlp.files import read_text
 
 MISSING = "missing"
 
@@ -203,13 +201,9 @@ def read_results(folder: Path) -> Results:
     """
     path = folder / "experiment.json"
     try:
-        settings = json.loads(read_text(path))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; name a folder that smlp compare run has made") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path} is not JSON") from None
-    if problem := json_files.wrong(settings, json_files.EXPERIMENT):
-        raise UserError(f"{path} is not an experiment: {problem}")
+        settings = json_files.read_json(path, json_files.EXPERIMENT)
+    except UserError as error:
+        raise UserError(f"{error}; name a folder that smlp compare run has made") from None
     try:
         models = tuple(_model(record) for record in settings["models"])
     except (TypeError, UserError) as error:
