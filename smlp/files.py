@@ -342,6 +342,17 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
+class NamedFile(io.FileIO):
+    """A file to read whose errors name it, as those of ``open`` do."""
+
+    def readinto(self, buffer: Any) -> int | None:
+        try:
+            return super().readinto(buffer)
+        except OSError as error:
+            error.filename = str(self.name)
+            raise
+
+
 def copy_whole(source: str | Path, target: str | Path) -> None:
     """Copy a file; at every moment ``target`` is either what it was or a complete copy.
 
@@ -349,7 +360,7 @@ def copy_whole(source: str | Path, target: str | Path) -> None:
         UserError: the copy cannot be written.
         OSError: the source cannot be read.
     """
-    with open(source, "rb") as original:
+    with io.BufferedReader(NamedFile(source)) as original:
 
         def copy(file: BinaryIO) -> None:
             original.seek(0)  # another attempt begins anew
@@ -367,6 +378,7 @@ def write_whole(target: str | Path, content: bytes | Callable[[BinaryIO], object
 
     Raises:
         UserError: the file cannot be written; the temporary file is removed and an older ``target`` untouched.
+        OSError: ``content`` cannot read what it writes.
     """
     target = Path(target)
     temporary = _temporary(target)
@@ -378,7 +390,7 @@ def write_whole(target: str | Path, content: bytes | Callable[[BinaryIO], object
             return
         except Exception as error:
             cause = _os_error(error)
-            if cause is None:
+            if cause is None or str(cause.filename or target) not in (str(target), str(temporary)):  # what it reads
                 raise
             if cause.errno not in _TRANSIENT or attempt == _ATTEMPTS:
                 raise UserError(_cannot_write(target, cause)) from error

@@ -196,7 +196,10 @@ def test_without_locks_a_warning_is_all(tmp_path: Path, monkeypatch, caplog) -> 
 def test_a_copy_of_what_is_not_there_names_the_source(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="gone"):
         copy_whole(tmp_path / "gone", tmp_path / "copy")
-    assert not list(tmp_path.iterdir())
+    (tmp_path / "bad").symlink_to("/proc/self/mem")  # it cannot be read
+    with pytest.raises(OSError, match="error") as caught:
+        copy_whole(tmp_path / "bad", tmp_path / "copy")
+    assert caught.value.filename == str(tmp_path / "bad") and not (tmp_path / "copy").exists()
 
 
 def test_a_failed_write_names_the_file_and_leaves_the_older_one(tmp_path) -> None:

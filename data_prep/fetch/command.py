@@ -137,7 +137,9 @@ def _wanted(args: argparse.Namespace) -> list[Wanted]:
     sources = [find_source(name) for name in args.sources]
     for source in sources:
         if source.status == "gone":
-            raise UserError(f"{source.name} is gone: {source.notes[0]}; instead: {', '.join(source.replacement)}")
+            reason = "".join(f": {note}" for note in source.notes[:1])
+            instead = f"; instead: {', '.join(source.replacement)}" if source.replacement else ""
+            raise UserError(f"{source.name} is gone{reason}{instead}")
         if sum(other.name == source.name for other in sources) > 1:
             raise UserError(
                 f"two sources would be written to {args.out / source.name}: rename one, or fetch them separately"

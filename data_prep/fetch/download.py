@@ -124,7 +124,7 @@ def download(
     """
     partial = _Partial(path.with_name(path.name + ".partial"))
     stop = stop or threading.Event()
-    furthest, failures = partial.size, 0
+    furthest, failures = 0, 0  # not those that are there: the server may have another version
     while True:
         if stop.is_set():
             raise DownloadFailed(f"{file.url}: stopped after {partial.size:,} bytes")
@@ -178,6 +178,8 @@ def _attempt(
                     out.write(content)
                     have += len(content)
                     advance(len(content))
+    except requests.exceptions.InvalidProxyURL as error:
+        raise DownloadFailed(f"{file.url}: the proxy of the environment has no valid address: {error}") from None
     except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, requests.exceptions.MissingSchema):
         raise DownloadFailed(
             f"{file.url} is not the address of a file: it must begin with http:// or https://"
@@ -221,7 +223,7 @@ def _seconds(retry_after: str) -> float:
         return float(retry_after)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
 
 

@@ -69,6 +69,8 @@ def fetch(wanted: Wanted) -> Outcome:
         most = sys.maxsize if wanted.limit_documents else min(PART_BYTES, wanted.file_bytes)
         parts = plan_parts(local, most, cut_text=cut_text)
         parts = [replace(part, source=source.name) for part in parts]
+    if not source.from_web and parts:
+        wanted.refuse_small_disk(None, sum(not is_done(run, _PHASE, part) for part in parts) / len(parts))
     finished = run_parts(run, _PHASE, parts, partial(convert, wanted=wanted))
     if finished.results is None:
         return Outcome(finished, problems=problems or finished.failed)

@@ -44,7 +44,7 @@ class Listing:
     kind: str
     # of the list; ``{option}`` stands for an option's value, ``{year}`` and ``{month}`` for each of ``months``
     url: str
-    base: str = ""  # prefix of each line of ``paths``
+    base: str = ""  # address that the lines of ``paths`` and ``checksums`` are relative to; "" for the list's own
     pattern: str = ""  # regular expression that file names must contain
     job: str = ""  # of ``dumpstatus``, whose files are wanted
     algorithm: str = "sha256"  # of ``checksums``

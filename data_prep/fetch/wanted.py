@@ -103,7 +103,9 @@ class Wanted:
         download = None if size.bytes is None else round(size.bytes * share)
         if files is not None and all(file.num_bytes is not None for file in files):
             download = sum(file.num_bytes for file in files)
-        documents = None if size.text_bytes is None else round(size.text_bytes * COMPRESSED_SHARE * share)
+        documents = None
+        if size.text_bytes is not None and self.limit_documents is None:
+            documents = round(size.text_bytes * COMPRESSED_SHARE * share)
         room = download if self.source.from_web else 0
         if room is not None and self.delete_downloads:
             largest = max((file.num_bytes or 0 for file in files or ()), default=0)
@@ -119,10 +121,15 @@ class Wanted:
             "needed_bytes": sum(known) if known else None,
         }
 
-    def refuse_small_disk(self, absent: Sequence[RemoteFile]) -> None:
-        """Raise UserError if the disk has less space than the missing files need, as far as that is known."""
+    def refuse_small_disk(self, absent: Sequence[RemoteFile] | None, undone: float = 1.0) -> None:
+        """Raise UserError if the disk has less space than what is missing needs, as far as that is known.
+
+        Args:
+            absent: files that are still missing; None if the source has none.
+            undone: share of the documents that are still missing, if files do not tell.
+        """
         need, free = self.sizes(absent)["needed_bytes"], free_bytes(self.out)
-        if self.check_space and need is not None and need > free:
+        if self.check_space and need is not None and (need := round(need * undone)) > free:
             raise UserError(
                 f"{self.source.name} still needs about {need / 1e9:,.1f} GB in {self.out}, {free / 1e9:,.1f} are free: "
                 "--delete-downloads or --limit-files need less, --no-space-check continues anyway"

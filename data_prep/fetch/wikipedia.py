@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from xml.etree import ElementTree
 
 from data_prep.flow.documents import Defect, Failure, Loss, Record, with_defect
@@ -77,11 +78,11 @@ class _OnePage:
     ``num_bytes`` have been read since the caller set it to 0.
     """
 
-    def __init__(self, stream: BinaryIO, most_bytes: int) -> None:
+    def __init__(self, stream: io.BufferedReader, most_bytes: int) -> None:
         self._stream, self._most_bytes, self.num_bytes = stream, most_bytes, 0
 
     def read(self, num_bytes: int) -> bytes:
-        content = self._stream.read(num_bytes)
+        content = self._stream.read1(num_bytes)  # read() would lose what came before damage
         self.num_bytes += len(content)
         if self.num_bytes > self._most_bytes:
             raise DamagedFile(f"the next page is longer than {self._most_bytes:,} bytes of XML")

@@ -32,6 +32,7 @@ DOCUMENTS_OF_TEXT = ("blank", "line", "file")
 NOT_TEXT = "not text: half of a surrogate pair"  # reason to drop text that no tokenizer can encode
 _BOM = b"\xef\xbb\xbf"
 _ROWS_AT_ONCE, _PARQUET_BYTES = 1000, 1 << 29  # of .parquet, rows and bytes that are unpacked at once
+_MOST_LEVELS = 500  # of a .jsonl row: what Python reads it may be unable to write, deeper in its own calls
 _PHRASES = {"cut off by damage": "lost where it breaks off"}
 
 
@@ -187,10 +188,28 @@ def _json_lines(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterato
             row = json.loads(line)
         except UnicodeDecodeError:
             yield Loss("not UTF-8", where)
+            continue
         except (ValueError, RecursionError):
             yield Loss("not JSON", where)
+            continue
+        if line.count(b"[") + line.count(b"{") > _MOST_LEVELS and _is_deeper(row, _MOST_LEVELS):
+            yield Loss(f"nested deeper than {_MOST_LEVELS} levels", where)
         else:
             yield document_of_row(row if isinstance(row, dict) else {}, offset, part, reading)
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Return whether lists and objects are nested in more than ``most`` levels."""
+    level, number = [value], -1
+    while level:
+        level = [
+            part
+            for one in level
+            if isinstance(one, (list, dict))
+            for part in (one.values() if isinstance(one, dict) else one)
+        ]
+        number += 1
+    return number > most
 
 
 def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss]:

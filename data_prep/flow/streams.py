@@ -9,7 +9,6 @@ import importlib
 import io
 import json
 import lzma
-import math
 import os
 import socket
 import zlib
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from smlp.errors import UserError
-from smlp.files import read_text, renamed_when_whole
+from smlp.files import NamedFile, read_text, renamed_when_whole
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 PARTIAL = ".partial"
@@ -66,6 +65,7 @@ class _Checked(io.RawIOBase):
             raise DamagedFile(f"{self._path}: {error or type(error).__name__}") from error
         except OSError as error:
             if error.errno is not None:  # an error of the disk, not of the format
+                error.filename = str(self._path)
                 raise
             raise DamagedFile(f"{self._path}: {error}") from error
         buffer[: len(content)] = content
@@ -98,7 +98,7 @@ def open_stream(path: Path) -> BinaryIO:
         raw = _ZstdFrames(open(path, "rb", buffering=READ_BYTES), zstandard)  # noqa: SIM115
         damage = (*_DAMAGE, zstandard.ZstdError)
     else:
-        return open(path, "rb", buffering=READ_BYTES)
+        return io.BufferedReader(NamedFile(path), READ_BYTES)
     return io.BufferedReader(_Checked(raw, path, damage), READ_BYTES)
 
 
@@ -245,7 +245,7 @@ def json_line(row: Any) -> bytes:
     try:
         return _json_line(row)
     except ValueError:
-        return _json_line(_with_finite_numbers(row))
+        return _json_line(json.loads(json.dumps(row), parse_constant=lambda number: str(float(number))))
 
 
 def _json_line(row: Any) -> bytes:
@@ -253,14 +253,6 @@ def _json_line(row: Any) -> bytes:
         return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
     except UnicodeEncodeError:
         return (json.dumps(row, allow_nan=False) + "\n").encode()
-
-
-def _with_finite_numbers(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_with_finite_numbers(part) for part in value]
-    if isinstance(value, dict):
-        return {name: _with_finite_numbers(part) for name, part in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

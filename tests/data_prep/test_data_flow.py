@@ -117,6 +117,26 @@ def test_numbers_that_json_lacks_become_strings():
     assert found == {"text": "é \ud800", "score": ["inf", "-inf", 1.5], "more": {"n": "nan"}}
 
 
+def test_rows_that_are_nested_deep(tmp_path):
+    """Python reads deeper ones than it may be able to write."""
+    path = tmp_path / "a.jsonl"
+    rows = ['{"text": "t", "n": ' + "[" * depth + number + "]" * depth + "}" for depth in (499, 500) for number in "1"]
+    rows.insert(1, rows[0].replace("1]", "1e999]"))
+    path.write_text("\n".join([*rows, '{"text": "' + "[{" * 900 + '"}']) + "\n")
+    pieces = list(documents_in(path, ReadSettings()))
+    assert [type(piece) for piece in pieces] == [Record, Record, Loss, Record, Defect]
+    assert pieces[2].reason == "nested deeper than 500 levels"
+    assert b'[["inf"]]' in pieces[1].line()
+
+
+def test_errors_of_a_disk_name_the_file_that_is_read(tmp_path):
+    for name in ("a.txt", "a.txt.gz", "a.txt.bz2"):
+        (tmp_path / name).symlink_to("/proc/self/mem")  # a file that cannot be read
+        with open_stream(tmp_path / name) as stream, pytest.raises(OSError, match="error") as caught:
+            stream.readline()
+        assert caught.value.filename == str(tmp_path / name)
+
+
 def test_a_write_that_fails_leaves_nothing_under_the_name(tmp_path):
     path = tmp_path / "a.txt.gz"
     with pytest.raises(ZeroDivisionError), write_stream(path) as (stream, _):

@@ -452,6 +452,13 @@ def test_a_disk_that_is_too_small(server, wiki, tmp_path, capsys, monkeypatch):
     assert "wiki still needs about 0.0 GB in " in capsys.readouterr().err
     assert not list((tmp_path / "out" / ".raw" / "wiki").glob("*.bz2"))
     assert run(wiki, "--out", tmp_path / "out", *QUICK, "--no-space-check") == 0
+    (tmp_path / "a.txt").write_text("A text.\n")
+    local = source_file(tmp_path, "local", 'paths = ["a.txt"]\n[size]\ntext_bytes = 4_000\n')
+    assert run(local, "--out", tmp_path / "out", *QUICK) == 1
+    assert "local still needs about 0.0 GB in " in capsys.readouterr().err
+    assert run(local, "--out", tmp_path / "one", *QUICK, "--limit-documents", "1") == 0, "no text of 4,000 bytes"
+    assert run(local, "--out", tmp_path / "out", *QUICK, "--no-space-check", "--restart") == 0
+    assert run(local, "--out", tmp_path / "out", *QUICK) == 0, "nothing is left to be written"
 
 
 def test_shares_of_a_job_array(server, wiki, tmp_path, capsys):

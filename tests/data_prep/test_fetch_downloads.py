@@ -1,6 +1,7 @@
 """Downloads of ``smlp data fetch``, from a local server that breaks off, changes, refuses and lies."""
 
 import hashlib
+import json
 import os
 import threading
 import time
@@ -59,11 +60,17 @@ def test_another_call_goes_on_where_the_first_gave_up(server, tmp_path):
     assert server.asked("a.bin")[-1] == "bytes=100000-"
 
 
-def test_progress_starts_the_attempts_anew(server, tmp_path):
-    """Ten cuts with three attempts: each brings new bytes."""
+@pytest.mark.parametrize("stale", [False, True])
+def test_progress_starts_the_attempts_anew(server, tmp_path, stale):
+    """Ten cuts with three attempts: each brings new bytes, also after more bytes of a version that is gone."""
+    if stale:
+        (tmp_path / "a.bin.partial").write_bytes(b"x" * 240_000)
+        memo = {"url": server.url("a.bin"), "version": '"old"'}
+        (tmp_path / "a.bin.partial.json").write_text(json.dumps(memo))
 
     def cut(handler, content):
         start = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        start = 0 if handler.headers.get("If-Range") == '"old"' else start
         if start >= 200_000:
             return False
         span = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}", "ETag": handler.tag(content)}
@@ -189,9 +196,10 @@ def test_a_wrong_checksum_is_tried_again_and_then_named(server, tmp_path):
 def test_503_passes_and_is_waited_for(server, tmp_path):
     server.faults["a.bin"] = first(2, status(503, Retry_After="0"))
     assert get(server, tmp_path) == CONTENT
-    server.faults["a.bin"] = first(1, status(503, Retry_After="\xb2"))
-    (tmp_path / "a.bin").unlink()
-    assert get(server, tmp_path) == CONTENT
+    for strange in ("\xb2", "Mon, 01 Jan 99999999999 00:00:00 GMT"):
+        server.faults["a.bin"] = first(1, status(503, Retry_After=strange))
+        (tmp_path / "a.bin").unlink()
+        assert get(server, tmp_path) == CONTENT
     start = time.monotonic()
     server.faults["a.bin"] = first(1, status(429, Retry_After="1"))
     (tmp_path / "a.bin").unlink()
@@ -216,13 +224,16 @@ def test_a_server_that_says_nothing_more(server, tmp_path):
     assert server.asked("a.bin") == ["", "bytes=100000-"]
 
 
-def test_no_server_and_no_address(tmp_path):
+def test_no_server_and_no_address(tmp_path, monkeypatch):
     with serving() as gone:
         address = gone.url("a.bin")
     with pytest.raises(DownloadFailed, match=r"a\.bin: the connection failed after 0 bytes: .*refused"):
         download(RemoteFile(address, "a.bin"), tmp_path / "a.bin", QUICK)
     with pytest.raises(DownloadFailed, match="is not the address of a file"):
         download(RemoteFile("corpora/a.bin", "a.bin"), tmp_path / "a.bin", QUICK)
+    monkeypatch.setenv("http_proxy", "http:///nowhere")
+    with pytest.raises(DownloadFailed, match="the proxy of the environment has no valid address: Please"):
+        download(RemoteFile("http://example.invalid/a.bin", "a.bin"), tmp_path / "a.bin", QUICK)
 
 
 def test_many_files_and_the_one_that_stays_broken(server, tmp_path):

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import tracemalloc
+import zlib
 from collections import Counter
 from types import SimpleNamespace
 
@@ -113,6 +114,17 @@ def test_a_dump_of_several_streams(tmp_path):
         "no text left": 1,
         "longer than 5,000 bytes": 1,
     }
+
+
+def test_pages_just_before_damage_are_kept(tmp_path):
+    """They are fewer bytes than the parser asks for at a time."""
+    packer = zlib.compressobj(wbits=31)
+    text = HEAD + "".join(page(number, f"T{number}", "one") for number in range(20))
+    path = tmp_path / "a.xml.gz"
+    path.write_bytes(packer.compress(text.encode()) + packer.flush(zlib.Z_SYNC_FLUSH))
+    pieces = list(wikipedia.articles(path, "wiki", 1 << 20))
+    assert texts(pieces) == [f"T{number}\none" for number in range(20)]
+    assert "after 20 pages" in pieces[-1].where
 
 
 def test_a_dump_that_breaks_off(tmp_path):

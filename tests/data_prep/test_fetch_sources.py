@@ -111,6 +111,8 @@ def test_a_refused_file_leaves_nothing(tmp_path, capsys):
     (tmp_path / "texts.zip").write_bytes(b"PK")
     assert run(tmp_path / "texts.zip", "--out", tmp_path / "out") == 1
     assert "texts.zip: files of documents end in .jsonl or .txt, plain, " in capsys.readouterr().err
+    assert run(source_file(tmp_path, "old", 'status = "gone"'), "--out", tmp_path / "out") == 1
+    assert capsys.readouterr().err.endswith("old is gone\n")
     assert not list(tmp_path.glob("out/*/.state"))
 
 
