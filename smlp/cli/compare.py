@@ -110,6 +110,8 @@ def _file_and_folder(given: Path, out: Path | None, is_quick: bool) -> tuple[Pat
         return given / "experiment.yaml", given
     if not given.is_file():
         raise UserError(f"there is no experiment {given}")
+    if out is None and given.name == "experiment.yaml" and (given.parent / "experiment.json").is_file():
+        return _file_and_folder(given.parent, None, is_quick)
     return given, out or Path("runs") / "compare" / (f"{given.stem}-quick" if is_quick else given.stem)
 
 
@@ -161,6 +163,9 @@ def _check_zeroshot(experiment: Experiment) -> None:
     words = ["--path", "checkpoint", "--data-dir", str(wanted.zeroshot_data), *zeroshot_words(wanted)]
     try:
         asked = parser.parse_args(words)
+        fixed = {"path": "checkpoint", "data_dir": wanted.zeroshot_data, "json": None, "output": None}
+        if others := [name for name, value in fixed.items() if getattr(asked, name) != value]:
+            raise UserError(f"{others[0]} may not be given: each run has its own")
         names, data = zeroshot.check(asked), wanted.zeroshot_data
         if data.is_dir():  # a dry run may be before there are tasks
             for_each_task(names, lambda name: READERS[name].read(data, asked.split))

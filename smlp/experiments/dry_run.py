@@ -103,7 +103,10 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     if len(todo) < len(runs):
         print(f"{len(runs) - len(todo)} of {len(runs)} runs are done already")
     held_out = held_out_tokens(found, experiment.evaluation.subsets) if found else 0
-    _print_cost(experiment, todo, estimate(experiment, models, todo, machine.threads if machine else None, held_out))
+    threads = machine.threads if machine else None
+    if resources.where == "slurm" and not resources.is_on_gpus and resources.tflops is None:
+        threads = resources.threads or 1  # this machine's cores say more than a GPU's speed
+    _print_cost(experiment, todo, estimate(experiment, models, todo, threads, held_out))
     if machine and machine.runs_on_a_gpu > 1:
         print(f"  (up to {machine.runs_on_a_gpu} runs share a GPU here, and take longer than that)")
     first = next(run for run in runs if not run.tuning)
@@ -147,7 +150,7 @@ def estimate(
         experiment: what the file says.
         models: of the runs.
         runs: the runs that are left to do.
-        threads: of each run on this machine; None if the runs are not meant for it.
+        threads: of each run on this machine; None if the runs are not meant for such a one.
         held_out: tokens of the splits that are scored, at each validation and at the end.
     """
     resources = experiment.resources
@@ -163,7 +166,8 @@ def estimate(
         tflops, mfu = resources.tflops or GPU_TFLOPS, resources.mfu or MFU
         seconds = {name: each / (tflops * 1e12 * mfu) for name, each in flops.items()}
         rate = f"{BYTES_PER_SECOND / 1e9:g} GB/s for each node"
-        how = f"{mfu:.0%} of {tflops:.0f} TFLOP/s for each GPU (run.mfu, run.tflops), checkpoints at {rate}"
+        device = "GPU" if resources.is_on_gpus else "process"
+        how = f"{mfu:.0%} of {tflops:g} TFLOP/s for each {device} (run.mfu, run.tflops), checkpoints at {rate}"
         overhead, around = 1.0, SECONDS_AROUND
     # runs of the grid validate once, at the end; the others are scored as well
     validations = {True: 1, False: experiment.evaluation.validations + 1}
@@ -183,7 +187,7 @@ def estimate(
     return Cost(
         seconds_per_update=seconds,
         seconds=sum(_end_of_the_last([each[number] for number in stage], jobs) for stage in stages),
-        device_hours=sum(each) * (resources.ranks if resources.is_on_gpus or resources.where == "slurm" else 1) / 3600,
+        device_hours=sum(each) * (resources.ranks if resources.is_on_gpus else 1) / 3600,
         flops=sum(run.updates * flops[run.model.name] * resources.ranks for run in runs),
         disk_bytes=staying,
         most_disk_bytes=staying + (CHECKPOINT_FILES - 1) * sum(largest),
@@ -205,7 +209,9 @@ def _end_of_the_last(seconds: Sequence[float], jobs: int) -> float:
 
 
 def _device(experiment: Experiment) -> str:
-    return "cuda" if experiment.resources.device != "cpu" and torch.cuda.is_available() else "cpu"
+    resources = experiment.resources
+    may_use_gpus = resources.is_on_gpus or (resources.where == "local" and resources.device is None)
+    return "cuda" if may_use_gpus and torch.cuda.is_available() else "cpu"
 
 
 def measure_update(model: PlannedModel, experiment: Experiment, threads: int) -> float:

@@ -241,7 +241,7 @@ def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> s
         prefix: leading positions that some model of the experiment does not predict.
     """
     scores = read_json(run.scores, SCORES) if run.scores.is_file() else {"subsets": {}, "prefix": None}
-    has_changed = scores["prefix"] != prefix or scores.get("dtype", "fp32") != experiment.evaluation.dtype
+    has_changed = scores.get("prefix") != prefix or scores.get("dtype", "fp32") != experiment.evaluation.dtype
     if has_changed or not set(experiment.evaluation.subsets) <= set(scores["subsets"]):
         return SCORE
     wanted = _zeroshot_of(experiment)

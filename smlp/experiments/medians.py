@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data_prep.finetuning.glue_tasks import TASKS
 from smlp.experiments.finetuning import METRICS, PAGE, RESULTS, Finetuning, scores_of
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.json_files import write_json
@@ -86,6 +87,8 @@ def _paper(plan: Finetuning) -> dict[str, Any] | None:
     ``devlin`` has those of BERT's own authors, which the paper's table repeats; it is empty for other architectures.
     """
     arch, task, subsets = plan.encoder.arch, plan.data.task, plan.data.subsets
+    if task in TASKS and plan.data.metric != TASKS[task].metric:
+        return None
     for name, table in (("Table 4", GMLP_TABLE_4), ("Table 6", GMLP_TABLE_6)):
         if task in table.get(arch, {}) and not plan.encoder.overrides:
             rows = {"scores": table[arch], "devlin": DEVLIN_IN_TABLE_6.get(arch, {task: ()})}

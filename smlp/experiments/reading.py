@@ -52,6 +52,7 @@ RESERVED = {
 WHERE = ("local", "slurm")
 TEXT_SOURCES = ("python",)
 _MOST_NAME = 150  # most characters of a model's name, which becomes part of file names
+_LEAST_VOCABULARY = 5  # fairseq's four special symbols and one more
 _MOST_RUNS = 5000  # limit of models times seeds, or models times grid values
 _MOST_THREADS = 1024  # limit over all concurrent runs on one machine: OpenMP crashes with many more
 
@@ -67,7 +68,7 @@ def read_experiment(path: Path, is_quick: bool = False) -> Experiment:
         UserError: something in it is wrong; one sentence names the file, the value and what it may be.
     """
     experiment = _experiment(path, settings_of(path, is_quick))
-    if not is_quick and "quick" in read_yaml(path):
+    if not is_quick and read_yaml(path).get("quick"):
         try:  # finds mistakes before they are needed
             _experiment(path, settings_of(path, is_quick=True))
         except UserError as error:
@@ -109,7 +110,7 @@ def _experiment(path: Path, settings: dict[str, Any]) -> Experiment:
         title=top.text("title", name_of(path)),
         data=data,
         text=text,
-        vocab_size=top.count("vocab_size"),
+        vocab_size=top.count("vocab_size", least=_LEAST_VOCABULARY),
         tokens_per_sample=tokens_per_sample,
         batch_size=batch_size,
         update_freq=update_freq,
@@ -184,14 +185,16 @@ def _check_warmup(experiment: Experiment) -> None:
     """Check that runs are longer than their warm-up: fairseq's cosine schedule divides by the difference."""
     tuned = experiment.tuning
     budgets = [experiment.updates] + ([tuned.updates] if tuned else [])
-    for recipe in (experiment.recipe, *(model.recipe for model in experiment.models)):
+    recipes = {"recipe": experiment.recipe, **{f"models.{one.name}.recipe": one.recipe for one in experiment.models}}
+    for place, recipe in recipes.items():
         given = {**experiment.recipe, **recipe}
         tried = tuned.values if tuned and tuned.option == "warmup_updates" else [given.get("warmup_updates") or 0]
-        section = Section("recipe", given, experiment.path)
+        place = place if "warmup_updates" in recipe else "recipe"
+        section = Section(place, given, experiment.path)
         warmup = max(section.as_count("warmup_updates", value, least=0) for value in tried)
         if given.get("lr_scheduler") == "cosine" and warmup >= min(budgets):
             raise UserError(
-                f"{experiment.path}: recipe.warmup_updates is {warmup}, and a run has {min(budgets)} updates"
+                f"{experiment.path}: {place}.warmup_updates is {warmup}, and a run has {min(budgets)} updates"
                 f"{' (tune)' if tuned and tuned.updates == min(budgets) else ''}: "
                 "the cosine schedule needs more updates than its warm-up"
             )
@@ -224,7 +227,7 @@ def _data(top: Section) -> tuple[str | None, TextSource | None]:
     """Read which data exist, or which text they are made from; paths are relative to the current folder."""
     data, section = _folders(top), top.section("text")
     source, files = section.text("source"), [str(name) for name in section.values("files")]
-    vocab_size = section.count("vocab_size", 4096)
+    vocab_size = section.count("vocab_size", 4096, least=_LEAST_VOCABULARY)
     section.end()
     if source is None and not files:
         if data is None:

@@ -61,6 +61,7 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
             left = [one for one, updates in own if one.state()["state"] != FAILED and not is_trained(one, updates)]
             if left:
                 raise UserError(f"{len(left)} of {len(own)} runs of the grid are not over, which choose what is scored")
+            _finish_trained(folder, tuning)
             tuning = []
         stopped, chosen = None, {}
         if tuning:
@@ -162,11 +163,7 @@ def _submit(experiment: Experiment, folder: Folder, data: str, models: Sequence[
     grid = tuning_runs(experiment, models)
     left = [run for run in grid if not _is_over(folder, run)]
     if not left:
-        for run in grid:
-            own = folder.run(run.folder)
-            if is_trained(own, run.updates):
-                own.update_state(model=run.model.name, seed=run.seed, state=DONE, trained=True)
-                own.drop_checkpoints(keep_last=False)
+        _finish_trained(folder, grid)
         chosen = _chosen(experiment, folder, models)
         runs = main_runs(experiment, models, chosen)
         left = [run for run in runs if not is_trained(folder.run(run.folder), run.updates)]
@@ -189,6 +186,15 @@ def _submit(experiment: Experiment, folder: Folder, data: str, models: Sequence[
     if left[0].tuning:
         print("this is the grid: run the same command again when it is done", flush=True)
     return 0
+
+
+def _finish_trained(folder: Folder, grid: Sequence[PlannedRun]) -> None:
+    """Record that the trained runs of the grid are done, which a job of Slurm or a stopped command leaves open."""
+    for run in grid:
+        own = folder.run(run.folder)
+        if is_trained(own, run.updates):
+            own.update_state(model=run.model.name, seed=run.seed, state=DONE, trained=True)
+            own.drop_checkpoints(keep_last=False)
 
 
 def _is_over(folder: Folder, run: PlannedRun) -> bool:

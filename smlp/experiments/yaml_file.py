@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -237,4 +238,5 @@ class Section:
 
 def _kind(value: Any) -> str:
     names = {list: "a list", str: "text", dict: "names with values", type(None): "nothing", bool: "a truth value"}
-    return names.get(type(value), "a number")
+    names |= {int: "a number", float: "a number", date: "a date", datetime: "a date", bytes: "bytes", set: "a set"}
+    return names.get(type(value), type(value).__name__)

@@ -283,8 +283,8 @@ def _copy_lines(prefix: bytes, source: BinaryIO, target: TextIO, lock: threading
             with lock:
                 target.buffer.write(prefix + line.rstrip(b"\n") + b"\n")
                 target.flush()
-        except (BrokenPipeError, ValueError):
-            continue  # nobody reads any more, but the rank would block if the pipe were not emptied
+        except (OSError, ValueError):
+            continue  # nobody reads any more or the disk is full, but the rank would block if the pipe were not emptied
 
 
 def free_port() -> int:

@@ -81,6 +81,23 @@ def test_a_model_whose_grid_failed_is_not_called_forgotten(out):
     assert reason == "every run of its grid failed: the run.json of each, in tune/, has the reason"
 
 
+def test_a_step_that_failed_after_the_training_is_named(out):
+    rewrite(run_folder(out, "Switch", 2) / "run.json", message="zeroshot failed with status 1: OSError: no tasks")
+    assert [reason for _, reason in incomplete(read_results(out))] == [
+        "zeroshot failed with status 1: OSError: no tasks"
+    ]
+
+
+def test_a_margin_beyond_all_numbers(out):
+    """Two seeds, of which one ended at e^160: the interval's end is no number any more."""
+    rewrite(out / "experiment.json", seeds=SEEDS[:2])
+    scores = run_folder(out, "gMLP", SEEDS[0]) / "scores.json"
+    rewrite(scores, subsets={"valid": {"nll_all": 160.0, "nll_after_prefix": 160.0, "tokens": 1000}})
+    found = cell(tables(out)["quality-valid"], "sMLP", "against_gMLP")
+    assert found.high == pytest.approx(100 * math.expm1(700)) and found.text.endswith(", +1e+306]")
+    assert main(["compare", "report", str(out)]) == 0
+
+
 def test_a_log_that_says_nothing_is_named(out):
     (run_folder(out, "gMLP", 2) / "train.log").write_text("x\n")
     (run_folder(out, "gMLP", 2) / "update_times.jsonl").unlink()

@@ -201,9 +201,10 @@ def test_other_held_out_text_is_refused(experiment, tiny_data, tmp_path, capsys)
 
 def test_dry_run_says_what_is_left(experiment, capsys):
     _, out, *_ = experiment
-    assert compare("run", out, "--dry-run") == 0
-    said = capsys.readouterr().out
-    assert "2 of 2 runs are done already\n" in said and "\n0 runs: about 0 s" in said
+    for place in (out, out / "experiment.yaml"):
+        assert compare("run", place, "--dry-run") == 0
+        said = capsys.readouterr().out
+        assert "2 of 2 runs are done already\n" in said and "\n0 runs: about 0 s" in said
 
 
 def test_dry_run_trains_nothing(experiment, tmp_path, capsys):
@@ -239,6 +240,11 @@ MISTAKES = {
         "validations: 2",
         "validations: 2, zeroshot: {data: tasks, limit: 0}",
         r"other.yaml: evaluate.zeroshot: --limit must be at least 1, got 0",
+    ),
+    "checkpoint": (
+        "validations: 2",
+        "validations: 2, zeroshot: {data: tasks, pat: other.pt}",
+        r"other.yaml: evaluate.zeroshot: path may not be given: each run has its own",
     ),
     "betas": (
         "optimizer: adam",

@@ -89,7 +89,7 @@ def test_a_section_quick(tmp_path):
     assert (whole.updates, whole.seeds, len(whole.models), whole.tuning is None) == (97, (1, 2), 2, False)
     assert (quick.updates, quick.seeds, [model.name for model in quick.models]) == (19, (3,), ["small"])
     assert quick.tuning is None and quick.recipe == whole.recipe
-    read(tmp_path, FILE)
+    read(tmp_path, FILE + "quick:\n")
     with pytest.raises(UserError, match="--quick needs a section quick"):
         read_experiment(tmp_path / "small.yaml", is_quick=True)
 
@@ -194,6 +194,12 @@ MISTAKES = {
         FILE.replace("lr: 2e-3", "lr_scheduler: cosine, warmup_updates: 50") + TUNE,
         r"recipe.warmup_updates is 50, and a run has 10 updates \(tune\)",
     ),
+    "warm-up of a model": (
+        FILE.replace("recipe: {lr: 1.0e-3}", "recipe: {lr_scheduler: cosine, warmup_updates: 99}"),
+        r"models.sMLP E=4.recipe.warmup_updates is 99, and a run has 97 updates",
+    ),
+    "no vocabulary": (FILE + "vocab_size: 4\n", r"vocab_size must be at least 5, got 4"),
+    "a date": (FILE.replace("  gMLP:", "  2020-01-01:"), r"is a date, where a name is expected"),
     "deep": ("models: " + "[" * 3000 + "]" * 3000, r"small.yaml is nested too deep"),
     "huge exponent": (FILE.replace("100k", "1e999999999"), r"tokens must be a whole number, got '1e999999999'"),
     "many digits": (FILE.replace("100k", "9" * 5000), r"a value cannot be read: Exceeds the limit"),

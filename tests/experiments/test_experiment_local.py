@@ -203,6 +203,8 @@ def test_what_is_left_of_a_run(planned, capsys):
     third.ended(Ended(third.next_step(0), 0, 1.0, 100.0, 0.0))
     assert own.state()["peak_memory_mib"] == 123.0
     assert third.next_step(0).name == "score"
+    own.scores.write_text('{"subsets": {"valid": {}}}')
+    assert what_is_not_scored(third.experiment, own, 0) == "score"
     own.scores.write_text('{"prefix": 5, "subsets": {"valid": {}}}')
     assert third.next_step(0) is None, "one that comes to nothing is not begun again and again"
     assert own.state()["message"] == "score produced no result, although it ended with status 0"
@@ -421,6 +423,18 @@ def test_nothing_is_scored_while_the_grid_is_not_over(planned, monkeypatch):
     with pytest.raises(UserError, match=f"{len(rest)} of {len(rest) + 1} runs of the grid are not over"):
         experiment_run.run_experiment(experiment, folder, only_scores=True)
     assert not folder.tuned.exists()
+
+
+def test_trained_runs_of_a_grid_choose_what_is_scored(planned, monkeypatch):
+    """Jobs of a cluster leave their state open."""
+    experiment, models, folder = planned(CLUSTER)
+    folder.path.mkdir()
+    monkeypatch.setattr(experiment_run, "_prepare", lambda experiment, folder: ("data-bin", models))
+    for run in tuning_runs(experiment, models):
+        log(folder.run(run.folder), run.updates, valid=3.0 if run.name.endswith("0.002") else 4.0)
+        folder.run(run.folder).update_state(state=WAITING, trained=True)
+    experiment_run.run_experiment(experiment, folder, only_scores=True)
+    assert read_json(folder.tuned)["chosen"] == {"a": 0.002, "b": 0.002}
 
 
 def test_jobs_that_come_to_nothing_are_submitted_again_but_not_for_ever(planned, monkeypatch, capsys):

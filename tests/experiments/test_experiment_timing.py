@@ -58,6 +58,22 @@ def test_costs(planned, monkeypatch):
     assert one_by_one.most_disk_bytes == 12 * sum(sizes) + 2 * 12 * max(sizes)
 
 
+def test_a_cluster_of_cpus_is_measured_here(planned, monkeypatch, capsys):
+    monkeypatch.setattr(dry_run, "measure_update", lambda model, experiment, threads: threads)
+    run = "run: {where: slurm, nodes: 2, tasks_per_node: 4, threads: 3}\n"
+    experiment, models, folder = planned(FILE + run)
+    alone = replace(experiment, resources=replace(experiment.resources, nodes=1, tasks_per_node=1, ranks=1))
+    grid = tuning_runs(experiment, models)
+    eight, one = (dry_run.estimate(each, models, grid, threads=3) for each in (experiment, alone))
+    assert eight.device_hours < 1.01 * one.device_hours, "hours of runs, not of ranks"
+    assert "measured here with 3 threads" in eight.how
+    monkeypatch.setattr(dry_run, "find_data", lambda *args: None)
+    experiment = replace(experiment, vocab_size=64)
+    dry_run.dry_run(experiment, folder)
+    said = capsys.readouterr().out
+    assert "measured here with 3 threads" in said and "hours of all runs one after the other" in said
+
+
 def test_runs_begin_when_the_grid_has_ended(planned, monkeypatch):
     monkeypatch.setattr(dry_run, "measure_update", lambda model, experiment, threads: 0.5)
     experiment, models, _ = planned(FILE + "run: {jobs: 8}\n")

@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -336,6 +337,8 @@ def test_the_papers_row_stands_beside_its_architectures(asked, tmp_path, monkeyp
     object.__setattr__(plan.encoder, "overrides", {})
     paper = results_of(plan, Folder(tmp_path / "out"))["paper"]
     assert paper["scores"] == {"valid": 88.4, "valid1": 88.4} and paper["devlin"] == {}
+    object.__setattr__(plan, "data", replace(plan.data, metric="acc_and_f1"))
+    assert results_of(plan, Folder(tmp_path / "out"))["paper"] is None, "the paper has another metric"
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from launched import finish, is_running, make_plugin, start, wait_for
-from running import HELPERS, TINY_LM, Finished, run_python
+from running import HELPERS, TINY_LM, Finished, as_user, run_python
 from slurm_variables import LAST_TASK
 
 from smlp.cli.main import main
@@ -67,6 +68,18 @@ note(os.environ["MASTER_PORT"], "ports")
     assert done.stderr.count("warning") == 3
     ports = (tmp_path / "ports").read_text()
     assert ports == ports[: len(ports) // 3] * 3
+
+
+def test_a_full_disk_does_not_stop_the_ranks(tmp_path: Path) -> None:
+    """Their lines are lost, but the pipe is emptied: otherwise they would wait for ever."""
+    (tmp_path / "rank.py").write_text(RANK + "\nif rank: print('x' * 500_000)\n")
+    launcher = (
+        "import sys; from smlp.launch.local import run_ranks; sys.exit(run_ranks([sys.executable, sys.argv[1]], 2))"
+    )
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", launcher, str(tmp_path / "rank.py")]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=as_user(), text=True, timeout=60)
+    assert "Traceback" not in done.stderr
 
 
 def test_threads_share_the_cores(monkeypatch) -> None:

@@ -103,6 +103,8 @@ def incomplete(results: Results) -> list[tuple[RunResult, str]]:
             reasons.insert(0, "every run of its grid failed: the run.json of each, in tune/, has the reason")
         elif not run.is_done:
             reasons.insert(0, run.message or _REASONS.get(run.state, "run.json does not give the reason"))
+        elif run.message:  # what failed after the training
+            reasons.insert(0, run.message)
         if reasons:
             found.append((run, "; ".join(reasons)))
     return found

@@ -124,17 +124,23 @@ def by_seed(
     return logs, percent_cell(logs, origin(runs, file, field))
 
 
+_MOST_LOG = 700.0  # a float holds its exponential
+
+
 def percent_cell(logs: Estimate, source: str, kind: str = "seed") -> Cell:
     """Return the cell of differences of logarithms, by seed or by round of a timer, in per cent with its interval."""
 
     def percent(value: float) -> float:
-        return 100 * math.expm1(value)
+        return 100 * math.expm1(min(value, _MOST_LOG))
 
-    shown = f"{percent(logs.mean):+.1f} %"
+    def text(value: float) -> str:
+        return f"{value:+.1f}" if value < 1e7 else f"{value:+.0e}"  # of seeds that diverged
+
+    shown = f"{text(percent(logs.mean))} %"
     low = high = None
     if logs.half is not None:
         low, high = percent(logs.low), percent(logs.high)
-        shown += f" [{low:+.1f}, {high:+.1f}]"
+        shown += f" [{text(low)}, {text(high)}]"
     samples = {name: percent(value) for name, value in logs.samples.items()}
     return Cell(percent(logs.mean), shown, source, low, high, samples, kind)
 
