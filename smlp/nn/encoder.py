@@ -104,7 +104,8 @@ class Encoder(Stack):
         Raises:
             UserError: no module can have this name.
         """
-        if not name or "." in name or hasattr(nn.ModuleDict, name):
+        heads = self.sentence_heads
+        if not name or "." in name or (hasattr(heads, name) and name not in heads):
             raise UserError(f"--classification-head-name {name!r} cannot be the name of a part of a model")
         head = SentenceHead(self.config.embed_dim, num_classes, self.config.dropout)
         self.sentence_heads[name] = head.to(self.embedding.weight)

@@ -13,6 +13,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.data import resolve_data_config
 from timm.models import clean_state_dict
 from timm.models import load_state_dict as read_safetensors
 from torch import nn
@@ -136,12 +137,13 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     averaged = content.get("state_dict_ema")
     if averaged is not None and not (averaged and _are_weights(averaged)):
         raise UserError(f"{path} is damaged: its state_dict_ema holds no weights")
+    content = {**content, "state_dict": state}
     names = [name for name in ("state_dict", "state_dict_ema") if content.get(name) is not None]
     weights = {name: {key: value.detach() for key, value in content[name].items()} for name in names}
     for key, value in ((key, value) for own in weights.values() for key, value in own.items()):
         if not _is_plain(value):
             raise UserError(f"{path}: {key:.80} is sparse, quantized, complex, expanded or without values")
-    return {**content, "state_dict": state, **{name: clean_state_dict(own) for name, own in weights.items()}}
+    return {**content, **{name: clean_state_dict(own) for name, own in weights.items()}}
 
 
 def _are_weights(state: Any) -> bool:
@@ -155,6 +157,14 @@ def _is_plain(value: torch.Tensor) -> bool:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_complex():
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def image_config(args: Namespace, model: nn.Module) -> dict[str, Any]:
+    """Return timm's configuration of a model's images; timm itself forgets ``--in-chans`` if no size is given."""
+    config = resolve_data_config(vars(args), model=model)
+    if args.in_chans is not None:
+        config["input_size"] = (args.in_chans, *config["input_size"][1:])
+    return config
 
 
 def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = True) -> dict[str, Any]:
@@ -208,8 +218,9 @@ def load_weights(
     state, own = dict(averaged or checkpoint["state_dict"]), model.state_dict()
     if isinstance(model, ImageModel):
         state = from_timm(state)
-    head = model.pretrained_cfg.get("classifier") or "head"  # type: ignore[union-attr]
-    for name in [name for name in own if new_head and name.startswith(f"{head}.")]:
+    named = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "head"
+    heads = tuple(f"{head}." for head in ([named] if isinstance(named, str) else named))  # a distilled model has two
+    for name in [name for name in own if new_head and name.startswith(heads)]:
         if name in state and state[name].shape != own[name].shape:
             print(f"{name}: {path} has another number of classes, so the head is initialised anew", flush=True)
             state[name] = own[name]
@@ -266,6 +277,7 @@ _OPTIONS: dict[str, Callable[[Any], bool]] = {
     "model": lambda value: isinstance(value, str),
     "model_kwargs": lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
     "img_size": lambda value: isinstance(value, int),
+    "input_size": lambda value: _are(int)(value) and len(value) == 3,
     "num_classes": lambda value: isinstance(value, int),
     "in_chans": lambda value: isinstance(value, int),
     "classes": _are(str),

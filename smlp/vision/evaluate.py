@@ -12,14 +12,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.data import resolve_data_config
 from timm.utils import accuracy
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from smlp.errors import NaNError, UserError
 from smlp.launch.team import Team
-from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint, trained_with
+from smlp.vision.checkpoints import (
+    at_resolution,
+    create_model,
+    image_config,
+    load_weights,
+    read_checkpoint,
+    trained_with,
+)
 from smlp.vision.data import evaluation_loader, open_split, said_by_timm, warn_of_unread
 from smlp.vision.image_options import check_images
 
@@ -27,6 +33,7 @@ from smlp.vision.image_options import check_images
 _TAKEN_OVER = (
     "model",
     "num_classes",
+    "input_size",
     "img_size",
     "in_chans",
     "model_kwargs",
@@ -108,10 +115,11 @@ def model_of(args: Namespace, checkpoint: dict[str, Any] | None = None) -> nn.Mo
         UserError: the checkpoint does not name its model, or does not fit the options.
     """
     checkpoint = checkpoint or read_checkpoint(args.checkpoint)
-    is_recorded = args.model is None or checkpoint.get("args") is not None
+    is_recorded = args.model is None or hasattr(checkpoint.get("args"), "model")
     trained = trained_with(checkpoint, args.checkpoint) if is_recorded else Namespace()
     is_same = args.model in (None, getattr(trained, "model", None))
-    for name in _TAKEN_OVER if is_same else [name for name in _TAKEN_OVER if name != "model_kwargs"]:
+    others = (() if is_same else ("model_kwargs",)) + (() if args.img_size is None else ("input_size",))
+    for name in (name for name in _TAKEN_OVER if name not in others):
         if getattr(args, name, None) in (None, {}, ""):
             setattr(args, name, getattr(trained, name, getattr(args, name, None)))
     args.classes = getattr(trained, "classes", None)
@@ -148,7 +156,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
         )
     device = Team().device(args.device)
     args.rank, args.world_size, args.distributed = 0, 1, False
-    config = resolve_data_config(vars(args), model=model)
+    config = image_config(args, model)
     with said_by_timm("--interpolation"):
         loader = evaluation_loader(dataset, args, config, device)
     start = time.perf_counter()
@@ -169,7 +177,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
         **found,
         "device": device.type,
         "precision": args.amp_dtype if args.amp else "float32",
-        "batch_size": args.batch_size,
+        "batch_size": args.validation_batch_size or args.batch_size,
         "images_per_second": timed / seconds if seconds else None,
         "images_per_second_with_loading": found["images"] / took,
     }

@@ -14,7 +14,6 @@ from typing import Any
 import timm.utils
 import torch
 import yaml
-from timm.data import resolve_data_config
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.models import resume_checkpoint, safe_model_name
 from timm.optim import create_optimizer_v2, optimizer_kwargs
@@ -25,7 +24,7 @@ from timm.utils.summary import trim_summary
 from torch import nn
 
 from smlp.errors import UserError
-from smlp.vision.checkpoints import at_resolution, create_model, load_weights, read_checkpoint
+from smlp.vision.checkpoints import at_resolution, create_model, image_config, load_weights, read_checkpoint
 from smlp.vision.data import (
     class_names,
     evaluation_loader,
@@ -178,7 +177,7 @@ class Training:
             load_weights(self.model, checkpoint, args.resume, args, use_ema=False)
         elif initial is not None:
             load_weights(self.model, initial, args.initial_checkpoint, args, new_head=True)
-        config = resolve_data_config(vars(args), model=self.model)
+        config = image_config(args, self.model)
         if channels == 1:  # timm's loaders average three numbers so, but its augmentations fail on them
             config.update({name: (sum(config[name]) / len(config[name]),) for name in ("mean", "std")})
         if args.rank == 0 and args.no_aug and config["crop_pct"] < 1:

@@ -22,8 +22,13 @@ Branches = Mapping[str, Branch]
 
 
 def gram(features: Tensor) -> Tensor:
-    """Return the products of the features of all pairs of inputs, (B, B) float64, with zeros on the diagonal."""
+    """Return the products of the features of all pairs of inputs, (B, B) float64, with zeros on the diagonal.
+
+    Features are taken relative to those of the first input. HSIC does not depend on it, and features that are the same
+    for every input then give exact zeros instead of what rounding leaves.
+    """
     x_Bf = features.detach().flatten(1).double()
+    x_Bf = x_Bf - x_Bf[:1]
     return (x_Bf @ x_Bf.t()).fill_diagonal_(0)
 
 

@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-from timm.data import resolve_data_config
 from torch import Tensor
 
 from smlp.errors import UserError
+from smlp.vision.checkpoints import image_config
 from smlp.vision.data import evaluation_loader, open_split
 from smlp.vision.evaluate import model_of
 from smlp.vision.model import ImageGatedBlock, ImageModel, MixerBlock, SparseLayerBlock
@@ -64,7 +64,7 @@ def compare_checkpoints(
         if not isinstance(model, ImageModel):
             raise UserError(f"{path} is of timm's {args.model}; CKA compares branches of smlp_* models")
         models.append(model)
-        configs.append((args, resolve_data_config(vars(args), model=model)))
+        configs.append((args, image_config(args, model)))
     (args, config), (_, other) = configs
     if config["input_size"] != other["input_size"]:
         sizes = [" x ".join(map(str, one["input_size"])) for one in (config, other)]

@@ -233,7 +233,7 @@ def test_heads():
     want = head.proj(torch.tanh(x[:, 0] @ head.pooler.weight.t() + head.pooler.bias))
     torch.testing.assert_close(head(x), want)
     assert model.span_head(x).shape == (2, 6, 2) and head.proj.weight.dtype == torch.double
-    for name in ("", "a.b", "keys"):
+    for name in ("", "a.b", "keys", "training"):
         with pytest.raises(UserError, match="cannot be the name of a part"):
             model.add_sentence_head(name, 3)
 

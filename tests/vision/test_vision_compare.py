@@ -109,6 +109,18 @@ def test_costs_are_those_of_the_model_that_is_trained(digits, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0] == whole
 
 
+def test_attention_is_not_counted_as_free(digits, tmp_path, capsys):
+    """A CPU's own attention has no formula in torch's counter."""
+    vit = "--model vit_tiny_patch16_224 --img-size 32 --model-kwargs patch_size=2 depth=1 embed_dim=64 num_heads=2 "
+    path = write(tmp_path, digits)
+    head, _, _ = path.read_text().partition("  first")
+    path.write_text(f"{head}  one: {vit} mlp_ratio=1\n  two: {vit} mlp_ratio=1\n")
+    assert run(path, tmp_path / "out", "--dry-run") == 0
+    tokens, width = 257, 64
+    macs = 256 * 2 * 2 * width + tokens * width**2 * (3 + 1 + 2) + 2 * tokens**2 * width + 10 * width
+    assert f" {2 * macs / 1e6:.2f} million FLOPs an image" in capsys.readouterr().out.splitlines()[0]
+
+
 def test_a_mixer_whose_resolution_is_changed_is_counted_with_its_wider_network(digits, tmp_path, in_process, capsys):
     """Twice the side has four times the tokens, and four times the hidden width over them."""
     out = tmp_path / "out"

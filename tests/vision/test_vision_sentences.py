@@ -189,7 +189,10 @@ def test_checkpoints_of_something_else(digits, trained, capsys, tmp_path):
     torch.save(torch.load(trained, weights_only=False)["state_dict"], damaged)
     assert "holds only weights: start from it with --initial-checkpoint" in train(capsys, digits, "--resume", damaged)
     assert "name it with --model" in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
-    torch.save({"model": torch.load(damaged), "cfg": {}}, damaged)
+    weights = torch.load(damaged)
+    torch.save({"model": {name: tensor.to_sparse() for name, tensor in weights.items()}}, damaged)
+    assert "is sparse, quantized, " in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
+    torch.save({"model": weights, "cfg": {}}, damaged)
     assert "is a checkpoint of fairseq-train" in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
     assert "there is no checkpoint" in train(capsys, digits, "--resume", tmp_path / "none.pth.tar")
 

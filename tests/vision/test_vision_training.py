@@ -16,7 +16,7 @@ from running import REPOSITORY
 
 from data_prep.images import fetch
 from smlp.cli.main import main
-from smlp.vision.checkpoints import read_checkpoint
+from smlp.vision.checkpoints import create_model, image_config, load_weights, read_checkpoint
 
 TINY = ["--img-size", "8", "--in-chans", "1", "--mean", "0.3059", "--std", "0.3763", "--crop-pct", "1", "-j", "0"]
 SIZES = ["--model-kwargs", "num_layers=2", "embed_dim=16", "ffn_dim=32", "token_dim=16", "patch_size=2"]
@@ -25,6 +25,9 @@ RECIPE = [
     *("--mixup", "0.2", "--cutmix", "1", "--reprob", "0.2", "--drop-path", "0.1", "--model-ema", "--sched-on-updates"),
     *("--model-ema-decay", "0.9"),
 ]
+
+
+HEADS = ("head", "head_dist")
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +152,53 @@ def test_the_classes_are_those_of_the_training_whatever_names_the_model(digits, 
     want = evaluated(path, str(tmp_path / "some"))
     named = evaluated(path, str(tmp_path / "some"), "--model", read_checkpoint(str(path))["args"].model)
     assert (named["loss"], named["top1"]) == (want["loss"], want["top1"])
+
+
+def test_weights_without_a_training_are_evaluated_with_the_models_options(digits, two_epochs, tmp_path):
+    content = torch.load(two_epochs / "last.pth.tar", weights_only=False)
+    want = evaluated(two_epochs / "last.pth.tar", digits, "--no-ema")["loss"]
+    weights = content["state_dict"]
+    for kind in (
+        {"model": {f"module.{name}": tensor for name, tensor in weights.items()}},
+        {"state_dict": weights, "args": {"model": "smlp_mixer_tiny"}},
+    ):
+        torch.save(kind, tmp_path / "weights.pth")
+        report = evaluated(tmp_path / "weights.pth", digits, "--model", "smlp_mixer_tiny", *TINY, *SIZES)
+        assert report["loss"] == want
+
+
+def test_a_model_of_the_users_takes_images_of_any_size(digits, tmp_path, monkeypatch):
+    """It has none of timm's records of weights; an evaluation takes images as the training did."""
+    (tmp_path / "of_the_user.py").write_text(
+        "from timm.models import register_model\nfrom torch import nn\n"
+        "@register_model\ndef mine(pretrained=False, num_classes=10, in_chans=3, **kw):\n"
+        "    model = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * in_chans, num_classes))\n"
+        "    model.num_classes = num_classes\n    return model\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = ["--device-modules", "of_the_user"]
+    options = ["--data-dir", digits, "--model", "mine", *own, "--in-chans", "1", "--input-size", "1", "8", "8"]
+    options += ["--no-aug", "-j", "0", "-b", "80", "--epochs", "1", "--warmup-epochs", "0", "--crop-pct", "1"]
+    assert main(["vision", "train", *options, "--output", str(tmp_path), "--experiment", "run"]) == 0
+    report = evaluated(tmp_path / "run" / "last.pth.tar", digits, *own, "-vb", "7")
+    assert (report["image_size"], report["batch_size"]) == (8, 7)
+    assert report["loss"] == pytest.approx(float(rows(tmp_path / "run")[-1]["eval_loss"]), rel=1e-5)
+    model = create_model(read_checkpoint(str(tmp_path / "run" / "last.pth.tar"))["args"])
+    images = {"img_size": None, "input_size": None, "mean": None, "std": None, "crop_pct": None, "interpolation": ""}
+    assert image_config(argparse.Namespace(in_chans=1, **images), model)["input_size"] == (1, 224, 224)
+
+
+def test_every_head_is_initialised_anew_for_other_classes(capsys):
+    """Distilled models have two."""
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 2), **{name: torch.nn.Linear(2, 3) for name in HEADS}})
+    model.pretrained_cfg = {"classifier": HEADS}
+    state = {
+        name: torch.ones(5 if name.startswith("head") else 2, *own.shape[1:])
+        for name, own in model.state_dict().items()
+    }
+    load_weights(model, {"state_dict": state}, "old.pth", argparse.Namespace(model="deit"), new_head=True)
+    assert model["body"].weight.eq(1).all() and not model["head_dist"].weight.eq(1).any()
+    assert capsys.readouterr().out.count("the head is initialised anew") == 4
 
 
 def test_accuracy_is_a_count_over_all_images(digits, two_epochs, monkeypatch):

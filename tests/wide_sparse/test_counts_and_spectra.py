@@ -194,6 +194,10 @@ def test_cka():
     torch.testing.assert_close(cka.matrix(), torch.ones(1, 2).double(), rtol=0, atol=1e-9)
     values = torch.tensor([hsic(gram(torch.randn(16, 5)), gram(torch.randn(16, 5))).item() for _ in range(200)])
     assert abs(values.mean()) < 3 * values.std() / 200**0.5  # unbiased
+    for size in (24, 128):  # what rounding leaves of features without variance is no similarity
+        constant = MiniBatchCKA()
+        constant.add([torch.full((size, 48), 0.1)], [torch.randn(size, 5), torch.full((size, 7), 0.3)])
+        assert constant.matrix().isnan().all()
     with pytest.raises(UserError, match="at least 4 inputs, got 3"):
         cka.add([x[:3]], [x[:3]])
     with pytest.raises(UserError, match="features of the same inputs"):
