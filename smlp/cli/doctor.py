@@ -33,13 +33,13 @@ EPILOG = """examples:
   smlp doctor --parallel --nproc 2
   srun --ntasks-per-node=8 smlp doctor --parallel --dir /shared/scratch"""
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-# package: (oldest version that works, newest tested version); equal versions allow only that one
+# package: (oldest version that works, newest tested version)
 TESTED = {
     "torch": ("2.6", "2.13"),
     "numpy": ("1.26", "2.4"),
     "hydra-core": ("1.3.2", "1.3.2"),
     "omegaconf": ("2.3.0", "2.3.0"),
-    "fairscale": ("0.4.13", "0.4"),
+    "fairscale": ("0.4.13", "0.4.13"),
     "sentencepiece": ("0.2", "0.2"),
     "fvcore": ("0.1.5", "0.1.5"),
 }

@@ -304,6 +304,7 @@ def _model_options(parser: argparse.ArgumentParser, required: bool) -> None:
     """Declare the options that timm needs to make a model and to prepare its images."""
     group = parser.add_argument_group("model")
     default = {} if required else {"default": None}
+    whose = "the model's" if required else "that of the training"
     group.add_argument(
         "--model",
         required=required,
@@ -315,13 +316,13 @@ def _model_options(parser: argparse.ArgumentParser, required: bool) -> None:
         "--num-classes",
         **whole(1, MOST_SIZE),
         metavar="N",
-        help="classes of the model (default: as many as the data have)",
+        help=f"classes of the model (default: {'as many as the data have' if required else 'those of the training'})",
     )
     group.add_argument(
         "--img-size",
         **whole(1, MOST_SIZE),
         metavar="N",
-        help="pixels of a side, for the images and the model (default: the model's)",
+        help=f"pixels of a side, for the images and the model (default: {whose})",
     )
     group.add_argument(
         "--input-size",
@@ -330,23 +331,25 @@ def _model_options(parser: argparse.ArgumentParser, required: bool) -> None:
         metavar="N",
         help="channels, height and width of the images only, for models that take any size",
     )
-    group.add_argument("--in-chans", type=int, choices=(1, 3), help="1 for grey images (default: 3)")
+    group.add_argument(
+        "--in-chans", type=int, choices=(1, 3), help=f"1 for grey images (default: {3 if required else whose})"
+    )
     group.add_argument("--model-kwargs", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the model")
     group.add_argument(
         "--device-modules", nargs="+", metavar="MODULE", help="more modules that register models in timm"
     )
-    group.add_argument("--mean", type=float, nargs="+", metavar="X", help="mean of each channel (default: the model's)")
+    group.add_argument("--mean", type=float, nargs="+", metavar="X", help=f"mean of each channel (default: {whose})")
     group.add_argument(
-        "--std", type=float, nargs="+", metavar="X", help="deviation of each channel (default: the model's)"
+        "--std", type=float, nargs="+", metavar="X", help=f"deviation of each channel (default: {whose})"
     )
     group.add_argument(
         "--crop-pct",
         **real(0.1, 10),  # timm resizes each image to its side divided by this
         metavar="X",
-        help="side of the evaluated crop relative to the resized image (default: the model's)",
+        help=f"side of the evaluated crop relative to the resized image (default: {whose})",
     )
     group.add_argument(
-        "--interpolation", metavar="NAME", default="", help="interpolation of evaluated images (default: the model's)"
+        "--interpolation", metavar="NAME", default="", help=f"interpolation of evaluated images (default: {whose})"
     )
 
 
@@ -371,7 +374,7 @@ def _running_options(parser: argparse.ArgumentParser) -> None:
         "--validation-batch-size",
         **whole(),
         metavar="N",
-        help="the same for evaluation (default: as in training)",
+        help="the same for evaluation (default: --batch-size)",
     )
     group.add_argument(
         "-j",

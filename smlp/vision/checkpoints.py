@@ -230,22 +230,27 @@ def load_weights(
         raise UserError(f"{path} belongs to another model than {args.model}: it {what}")
     for name, tensor in own.items():
         if tensor.shape != state[name].shape:
-            raise UserError(_misfit(checkpoint, path, args, name, tuple(state[name].shape), tuple(tensor.shape)))
+            shapes = tuple(state[name].shape), tuple(tensor.shape)
+            raise UserError(_misfit(checkpoint, path, args, name, *shapes, converts=isinstance(model, ImageModel)))
     model.load_state_dict(state)
 
 
 def _misfit(
-    checkpoint: dict[str, Any], path: str, args: Namespace, name: str, found: tuple[int, ...], wanted: tuple[int, ...]
+    checkpoint: dict[str, Any],
+    path: str,
+    args: Namespace,
+    name: str,
+    found: tuple[int, ...],
+    wanted: tuple[int, ...],
+    converts: bool,
 ) -> str:
-    """Return the sentence for a tensor of another shape."""
-    trained, converts = getattr(checkpoint.get("args"), "img_size", None), getattr(args, "change_resolution", False)
-    if trained is not None and args.img_size not in (None, trained) and not converts:
-        return (
-            f"{path} was trained on images of {trained} pixels, --img-size is {args.img_size}: give "
-            "--change-resolution to convert its weights"
-        )
+    """Return the sentence for a tensor of another shape; ``converts`` says whether we can change its resolution."""
+    trained, converts = getattr(checkpoint.get("args"), "img_size", None), converts and not args.change_resolution
+    if trained is not None and args.img_size not in (None, trained):
+        remedy = "give --change-resolution to convert its weights" if converts else "give the size of its training"
+        return f"{path} was trained on images of {trained} pixels, --img-size is {args.img_size}: {remedy}"
     remedy = "give the --model-kwargs of its training"
-    if not converts:
+    if converts:
         remedy = "if only the image size differs, give --change-resolution"
     return f"{path} does not fit {args.model}: {name} has the shape {found}, the model's is {wanted}; {remedy}"
 
@@ -261,11 +266,20 @@ def trained_with(checkpoint: dict[str, Any], path: str | Path) -> Namespace:
         raise UserError(f"{path} is a checkpoint of fairseq-train, not of an image model")
     if not isinstance(args, Namespace) or vars(args).get("model") is None:
         raise UserError(f"{path} does not say which model it holds: name it with --model")
+    check_recorded(args, path)
+    return args
+
+
+def check_recorded(args: Namespace, path: str | Path) -> None:
+    """Check that the recorded options of a training can be such options.
+
+    Raises:
+        UserError: a value cannot be one.
+    """
     for name, fits in _OPTIONS.items():
         value = getattr(args, name, None)
-        if value is not None and not fits(value):
+        if not fits(value) and (value is not None or (name == "model_kwargs" and hasattr(args, name))):
             raise UserError(f"{path} is damaged: it was trained with --{name.replace('_', '-')} {value!r:.99}")
-    return args
 
 
 def _are(kinds: type | tuple[type, ...]) -> Callable[[Any], bool]:

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from timm.data import FastCollateMixup, ImageDataset, create_dataset, create_loader
 from timm.data.readers.img_extensions import get_img_extensions
+from timm.utils.misc import natural_key
 
 from smlp.errors import UserError, one_line
 from smlp.files import regular_file
@@ -109,13 +110,20 @@ def open_split(data_dir: str, split: str, classes: list[str] | None, channels: i
             raise UserError(_unknown(folder, unknown, classes)) from None
         read = ", ".join(sorted(kinds))
         raise UserError(f"{folder} holds no images in folders of classes (timm reads {read})") from None
+    if known is None:  # timm leaves names that differ only in case or leading zeros in no order that ranks share
+        names = sorted(reader.class_to_idx, key=lambda name: (natural_key(name), name))
+        if names != sorted(names, key=reader.class_to_idx.get):
+            known = {name: label for label, name in enumerate(names)}
+            reader = create_dataset("", root=str(folder), search_split=False, class_map=known).reader
     strange = sorted(path for path in folder.iterdir() if path.suffix.lower() in kinds and path.is_file())
     if strange or len(reader.class_to_idx) < 2:
         what = f"images without a class, such as {strange[0]}" if strange else "a single class"
         raise UserError(f"{folder} has {what}: the images of each class belong in a folder of its own")
-    astray = [
-        path for path, _ in reader.samples if Path(path).parent.parent != folder or Path(path).parent.name[0] == "."
-    ]
+    found = [Path(path) for path, _ in reader.samples]
+    if classes is not None:  # timm has left out those in folders without a class's name
+        walked = ((place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)
+        found = [Path(place, name) for place, name in walked if Path(name).suffix.lower() in kinds]
+    astray = [path for path in found if path.parent.parent != folder or path.parent.name[0] == "."]
     if astray:
         raise UserError(f"{astray[0]}: images belong in {folder}/CLASS, not in folders below, nor in hidden ones")
     if classes is not None and (unknown := {one.name for one in folder.iterdir() if one.is_dir()} - set(classes)):

@@ -24,7 +24,14 @@ from timm.utils.summary import trim_summary
 from torch import nn
 
 from smlp.errors import UserError
-from smlp.vision.checkpoints import at_resolution, create_model, image_config, load_weights, read_checkpoint
+from smlp.vision.checkpoints import (
+    at_resolution,
+    check_recorded,
+    create_model,
+    image_config,
+    load_weights,
+    read_checkpoint,
+)
 from smlp.vision.data import (
     class_names,
     evaluation_loader,
@@ -92,6 +99,7 @@ def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
         UserError: the message names what differs.
     """
     before = checkpoint.get("args")
+    check_recorded(before, f"--resume {args.resume}")
     classes = getattr(before, "classes", args.classes)
     if not isinstance(classes, list):
         raise UserError(f"--resume {args.resume} is damaged: its classes are {classes!r:.40}")
@@ -172,7 +180,8 @@ class Training:
         timm.utils.random_seed(args.seed)
         self.model = create_model(args).to(device)
         if args.grad_checkpointing:
-            self.model.set_grad_checkpointing(enable=True)
+            with said_by_timm(f"--grad-checkpointing with {args.model}"):
+                self.model.set_grad_checkpointing(enable=True)
         if checkpoint is not None:
             load_weights(self.model, checkpoint, args.resume, args, use_ema=False)
         elif initial is not None:
@@ -251,7 +260,7 @@ class Training:
             checkpoint_dir=str(self.folder),
             max_history=args.checkpoint_hist,
         )
-        if args.resume:
+        if args.resume and Path(args.resume).resolve().parent == self.folder.resolve():  # what is best, and kept
             saver.load_state_dict_from_checkpoint(args.resume)
         trim_summary(str(self.folder / SUMMARY), self.first_epoch)
         return saver

@@ -62,6 +62,7 @@ from smlp.vision.setup import LAST
 from smlp.wide_sparse.counts import layer_connections
 from smlp.wide_sparse.features import branches, compare_checkpoints
 
+_OF_POINTS = {"--model-kwargs": "whose values belong in settings and points"}
 #: source of differences of errors
 _ERRORS = "runs/*/summary.csv: eval_top1, paired by seed"
 #: axes, with what they are called
@@ -109,7 +110,7 @@ def read_sweep(path: Path) -> Sweep:
     title, paper, data = section.text("title", path.stem), section.text("paper", ""), section.text("data")
     x, seeds = section.text("x", "width", AXES), read_seeds(section)
     connections, similarity = section.count("connections"), section.text("similarity")
-    options = option_words(section, "options", section.text("options", ""))
+    options = option_words(section, "options", section.text("options", ""), _OF_POINTS)
     series: dict[str, list[str]] = {}
     models: dict[str, list[str]] = {}
     named = section.section("series")
@@ -117,7 +118,7 @@ def read_sweep(path: Path) -> Sweep:
     check_names(named, by_name)
     for name, content in by_name.items():
         one = Section(f"series.{name}", content, path)
-        own = {"--model-kwargs": "whose values belong in settings and points", **FOR_ALL}
+        own = {**_OF_POINTS, **FOR_ALL}
         words = option_words(one, "options", one.text("options", ""), own)
         common = one.section("settings").settings()
         points = [Section(f"series.{name}.points", point, path).settings() for point in one.values("points")]

@@ -73,11 +73,11 @@ def test_images_outside_of_classes_and_a_single_class(digits, capsys):
     assert f"{digits / 'train'} has a single class" in train(capsys, digits)
 
 
-@pytest.mark.parametrize("place", ["3/below", ".hidden"])
+@pytest.mark.parametrize("place", ["train/3/below", "train/.hidden", "validation/3/below"])
 def test_images_in_folders_that_are_no_classes(digits, capsys, place):
-    (digits / "train" / place).mkdir()
-    image = shutil.copy(next((digits / "train" / "3").glob("*.png")), digits / "train" / place)
-    assert f"{image}: images belong in {digits / 'train'}/CLASS" in train(capsys, digits)
+    (digits / place).mkdir()
+    image = shutil.copy(next((digits / "train" / "3").glob("*.png")), digits / place)
+    assert f"{image}: images belong in {digits / place.split('/')[0]}/CLASS" in train(capsys, digits)
 
 
 @pytest.mark.parametrize("mode", ["I;16", "F"])
@@ -101,6 +101,10 @@ def test_labels_of_validation_are_those_of_training(digits):
     names = class_names(open_split(str(digits), "train", None, 1))
     samples = open_split(str(digits), "validation", names, 1).reader.samples
     assert {(path.split("/")[-2], label) for path, label in samples} == {(str(label), label) for label in range(1, 10)}
+    for name in ("a", "A", "01", "001"):  # which timm numbers in an order that differs between processes
+        shutil.copytree(digits / "train" / "0", digits / "train" / name)
+    names = class_names(open_split(str(digits), "train", None, 1))
+    assert names == ["0", "001", "01", *map(str, range(1, 10)), "A", "a"]
 
 
 @pytest.mark.slow
@@ -251,6 +255,14 @@ def test_a_folder_that_holds_a_run(trained, whole, capsys):
 def test_a_resumed_optimizer_keeps_its_options(digits, trained, capsys, tmp_path, options, message):
     words = ("--resume", trained, "--epochs", "2", "--output", tmp_path, *options)
     assert message in train(capsys, digits, *words)
+
+
+def test_damaged_options_of_a_resumed_run(digits, trained, capsys, tmp_path):
+    content = torch.load(trained, weights_only=False)
+    content["args"].model_kwargs = None
+    torch.save(content, tmp_path / "last.pth.tar")
+    line = train(capsys, digits, "--resume", tmp_path / "last.pth.tar", "--output", tmp_path)
+    assert "last.pth.tar is damaged: it was trained with --model-kwargs None" in line
 
 
 def test_a_resumed_run_has_the_width_that_another_resolution_gave_it():

@@ -16,6 +16,7 @@ from running import REPOSITORY
 
 from data_prep.images import fetch
 from smlp.cli.main import main
+from smlp.errors import UserError
 from smlp.vision.checkpoints import create_model, image_config, load_weights, read_checkpoint
 
 TINY = ["--img-size", "8", "--in-chans", "1", "--mean", "0.3059", "--std", "0.3763", "--crop-pct", "1", "-j", "0"]
@@ -111,6 +112,7 @@ def test_a_resumed_run_continues_bit_for_bit(digits, two_epochs, tmp_path):
     for name in ("epoch", "state_dict", "state_dict_ema", "optimizer", "metric"):
         assert same(whole[name], resumed[name]), name
     assert rows(tmp_path / "resumed") == rows(two_epochs)[1:]
+    assert (tmp_path / "resumed" / "model_best.pth.tar").is_file(), "the best of this folder, whatever was before"
     assert not same(read_checkpoint(str(first))["state_dict"], whole["state_dict"])
     assert argparse.Namespace in torch.serialization.get_safe_globals(), "fairseq's checkpoints need it too"
 
@@ -167,7 +169,7 @@ def test_weights_without_a_training_are_evaluated_with_the_models_options(digits
         assert report["loss"] == want
 
 
-def test_a_model_of_the_users_takes_images_of_any_size(digits, tmp_path, monkeypatch):
+def test_a_model_of_the_users_takes_images_of_any_size(digits, tmp_path, monkeypatch, capsys):
     """It has none of timm's records of weights; an evaluation takes images as the training did."""
     (tmp_path / "of_the_user.py").write_text(
         "from timm.models import register_model\nfrom torch import nn\n"
@@ -180,6 +182,10 @@ def test_a_model_of_the_users_takes_images_of_any_size(digits, tmp_path, monkeyp
     options = ["--data-dir", digits, "--model", "mine", *own, "--in-chans", "1", "--input-size", "1", "8", "8"]
     options += ["--no-aug", "-j", "0", "-b", "80", "--epochs", "1", "--warmup-epochs", "0", "--crop-pct", "1"]
     assert main(["vision", "train", *options, "--output", str(tmp_path), "--experiment", "run"]) == 0
+    assert (
+        main(["vision", "train", *options, "--output", str(tmp_path), "--experiment", "a", "--grad-checkpointing"]) == 1
+    )
+    assert "timm does not take --grad-checkpointing with mine: AttributeError" in capsys.readouterr().err
     report = evaluated(tmp_path / "run" / "last.pth.tar", digits, *own, "-vb", "7")
     assert (report["image_size"], report["batch_size"]) == (8, 7)
     assert report["loss"] == pytest.approx(float(rows(tmp_path / "run")[-1]["eval_loss"]), rel=1e-5)
@@ -199,6 +205,10 @@ def test_every_head_is_initialised_anew_for_other_classes(capsys):
     load_weights(model, {"state_dict": state}, "old.pth", argparse.Namespace(model="deit"), new_head=True)
     assert model["body"].weight.eq(1).all() and not model["head_dist"].weight.eq(1).any()
     assert capsys.readouterr().out.count("the head is initialised anew") == 4
+    asked = argparse.Namespace(model="deit", img_size=16, change_resolution=False)
+    trained = {"state_dict": state, "args": argparse.Namespace(img_size=8)}
+    with pytest.raises(UserError, match="of 8 pixels, --img-size is 16: give the size of its training"):
+        load_weights(model, trained, "old.pth", asked)
 
 
 def test_accuracy_is_a_count_over_all_images(digits, two_epochs, monkeypatch):

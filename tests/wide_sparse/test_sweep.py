@@ -143,6 +143,7 @@ def test_a_sweep_reports_errors_differences_and_similarity(digits, tmp_path, mon
         ({"data": "''"}, "data and at least two points are needed"),
         ({"density": 0.5}, "mlp_width=64 mask_density=0.5 has 2,048 connections in a layer, +300.0% from the 512"),
         ({"more": "--model-kwargs num_layers=3"}, "series.SW-MLP.options has --model-kwargs, whose values belong in"),
+        ({"options": "--model-kwargs num_layers=3"}, "options has --model-kwargs, whose values belong in settings"),
         ({"more": "--seed 3"}, "series.SW-MLP.options has --seed, which the command sets"),
         ({"more": "'"}, "cannot be split into words: No closing quotation"),
         ({"similarity": "SW-MLP"}, "similarity must name a series with exactly one point, got 'SW-MLP'"),
