@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smlp.files import write_whole
+from data_prep.flow.streams import read_json
+from smlp.files import check_no_other, read_bytes, write_whole
 
 SPLITS = ("train", "valid", "test")
 MANIFEST = "manifest.json"
+FILES = (*(f"{name}.txt" for name in SPLITS), MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,22 @@ def write_corpus(out: Path, splits: Splits, manifest: dict[str, Any]) -> dict[st
     """Write ``train.txt``, ``valid.txt``, ``test.txt`` and, last, ``manifest.json``, each whole or not at all.
 
     Return the manifest with the counts of every split added.
+
+    Raises:
+        UserError: ``out`` has one of these files, which no earlier call wrote.
     """
+    texts = {
+        f"{name}.txt": ("\n\n".join("\n".join(document.paragraphs) for document in splits[name]) + "\n").encode()
+        for name in SPLITS
+    }
+    if (read_json(out / MANIFEST) or {}).keys() != {"sources", "removed", "splits"}:
+        # a call that was interrupted leaves files of the same content, and no manifest
+        same = [name for name, text in texts.items() if (out / name).is_file() and read_bytes(out / name) == text]
+        check_no_other(out, [name for name in FILES if name not in same])
     out.mkdir(parents=True, exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)  # its presence marks the corpus as complete
-    for name in SPLITS:
-        text = "\n\n".join("\n".join(document.paragraphs) for document in splits[name]) + "\n"
-        write_whole(out / f"{name}.txt", text.encode())
+    for name, text in texts.items():
+        write_whole(out / name, text)
     manifest = {**manifest, "splits": {name: split_counts(splits[name]) for name in SPLITS}}
     content = (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode()
     write_whole(out / MANIFEST, content)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 from collections import Counter
 from pathlib import Path
 
-from data_prep.corpus import SPLITS, Document, Splits, assert_disjoint, build_corpus, write_corpus
+from data_prep.corpus import FILES, SPLITS, Document, Splits, assert_disjoint, build_corpus, write_corpus
 from smlp.cli.main import guarded
 from smlp.errors import UserError
 from smlp.files import read_bytes
@@ -96,8 +97,11 @@ def build(out: Path, paths: list[Path]) -> dict:
     """Read, split and write; return the manifest.
 
     Raises:
-        UserError: a file is bad, or the text is too short.
+        UserError: a file is bad or would be overwritten, or the text is too short.
     """
+    for name, path in itertools.product(FILES, paths):
+        if path.exists() and (out / name).exists() and path.samefile(out / name):
+            raise UserError(f"--out {out} would overwrite the text file {path}: name another folder")
     documents, described = [], []
     for path in paths:
         content = _content_of(path)  # read once, for it may be a pipe

@@ -102,6 +102,29 @@ def test_too_few_lines_and_repeated_lines(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_files_of_something_else_are_not_overwritten(tmp_path):
+    """A corpus of an earlier call is."""
+    out, source = tmp_path / "out", tmp_path / "book.txt"
+    source.write_text("\n".join(f"line {number}" for number in range(60)))
+    out.mkdir()
+    for name in ("valid.txt", "manifest.json"):
+        (out / name).write_text('{"splits": {}, "step": "sample"}')
+        with pytest.raises(UserError, match=f"--out {out} has a {name} of something else: name another folder"):
+            build(out, [source])
+        assert [path.name for path in out.iterdir()] == [name]
+        (out / name).unlink()
+    build(out, [source])
+    (out / "manifest.json").unlink()  # as a call leaves it that is interrupted
+    build(out, [source])
+    source.write_text("\n".join(f"row {number}" for number in range(60)))
+    build(out, [source])
+    before = (out / "train.txt").read_text()
+    assert before.startswith("row 0\n")
+    with pytest.raises(UserError, match=f"--out {out} would overwrite the text file {out}/train.txt: name another"):
+        build(out, [source, out / "train.txt"])
+    assert (out / "train.txt").read_text() == before
+
+
 def test_a_pipe_is_read_once(tmp_path):
     """Its checksum is that of its text."""
     content = "\n".join(f"line {number}" for number in range(1, 101)).encode()
