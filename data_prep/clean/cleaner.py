@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,19 @@ class Cleaning:
     min_probability: float = option(0.65, "language", "drop documents with a lower probability of --language")
     language_characters: int = option(500, "language", "detect the language from the first N characters of a document")
 
+    @property
+    def names_language(self) -> bool:
+        return self.language != "any" and "language" not in self.off
+
+
+def load(settings: Cleaning) -> None:
+    """Load the language model and ftfy, as far as the rules need them, before the first document does."""
+    if settings.names_language:
+        filters.languages()
+    if "mojibake" not in settings.off:
+        with contextlib.suppress(ImportError):  # ASCII text does not need it
+            importlib.import_module("ftfy")
+
 
 def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]:
     """Apply the rules to a document. Cleaning the result again changes nothing.
@@ -54,7 +69,7 @@ def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]
             return text, name
         if name == "many-repeated-lines" and repeated_before > settings.thresholds.max_repeated_lines:
             return text, name
-    if settings.language != "any" and "language" not in settings.off:
+    if settings.names_language:
         beginning = excerpt(text, settings.language_characters)
         if not is_in(beginning, settings.language, settings.min_probability):
             return text, "language"

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep.clean.cleaner import RULES, Cleaning, clean
+from data_prep.clean.cleaner import RULES, Cleaning, clean, load
 from data_prep.clean.filters import Thresholds, languages
 from data_prep.flow.documents import ReadSettings, counted_records
 from data_prep.flow.limits import CpuLimit, DocumentFailed
@@ -91,9 +91,9 @@ def settings_of(args: argparse.Namespace) -> Cleaning:
         value, rule = getattr(args, item.name), item.metadata["rule"]
         if rule in off and value != item.default:
             raise UserError(f"--{item.name.replace('_', '-')} {value} has no effect with {off[rule]}: leave one out")
-    for name in ("words", "word_length"):
+    for name, rules in (("words", ("few-words", "many-words")), ("word_length", ("word-length",))):
         least, most = getattr(args, f"min_{name}"), getattr(args, f"max_{name}")
-        if least > most:
+        if least > most and off.keys().isdisjoint(rules):
             option = name.replace("_", "-")
             raise UserError(f"--min-{option} {least} is above --max-{option} {most}: no document would be kept")
     if args.language != "any" and "language" not in args.without and args.language not in languages():
@@ -105,6 +105,7 @@ def settings_of(args: argparse.Namespace) -> Cleaning:
 
 def clean_part(part: FilePart, out: Path, reading: ReadSettings, settings: Cleaning, suffix: str) -> PartResult:
     """Write the documents of a part that are kept, as ``NAME.jsonl`` with the suffix of a compression."""
+    load(settings)  # else it would count as time of the first document
     counts, defects, limit = Counts(), [], CpuLimit(reading.max_seconds)
     with write_stream(out / f"{part.name}.jsonl{suffix}") as (stream, written):
         for piece in counted_records(part, reading, counts, defects):

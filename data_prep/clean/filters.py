@@ -7,6 +7,7 @@ training Gopher", appendix A.1.1; the others are our own.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +29,8 @@ _MOST_OF_A_WORD = 50  # characters that may be left out to end with a whole word
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _PUNCTUATION = ".,;:!?'\"()-"
-_TYPOGRAPHIC = frozenset("‘’“”–—…«»‚„¿¡")
+_TYPOGRAPHIC = frozenset("‘’“”–—…«»‚„¿¡।॥،؛؟۔、。，！？：；（）「」『』《》\u200c\u200d")
+_SIGNS = ("Mn", "Mc")  # Unicode's categories of vowel signs and accents
 _ASCII = [chr(code) for code in range(128)]
 _SYMBOLS = [not (c.isalnum() or c.isspace() or c in _PUNCTUATION) for c in _ASCII]
 # visible characters, letters, capitals, digits, symbols
@@ -96,7 +98,8 @@ class Measures:
                 letters += number * character.isalpha()
                 upper += number * character.isupper()
                 digits += number * character.isdigit()
-                symbols += number * (not (character.isalnum() or character.isspace() or character in _TYPOGRAPHIC))
+                is_text = character.isalnum() or character.isspace() or character in _TYPOGRAPHIC
+                symbols += number * (not is_text and unicodedata.category(character) not in _SIGNS)
         return {
             "symbols": symbols / max(visible, 1),
             "digits": digits / max(visible, 1),

@@ -3,14 +3,17 @@
 import gzip
 import json
 import random
+import signal
+import sys
 import unicodedata
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from data_prep.clean import rules
+from data_prep.clean import filters, rules
 from data_prep.clean.cleaner import RULES, Cleaning, clean, clean_characters
+from data_prep.clean.command import clean_part
 from data_prep.clean.filters import (
     FILTERS,
     REPEATED_NGRAMS,
@@ -22,8 +25,10 @@ from data_prep.clean.filters import (
     is_in,
 )
 from data_prep.dedup.signatures import words_of
+from data_prep.flow.documents import ReadSettings
 from data_prep.flow.limits import CpuLimit
 from data_prep.flow.manifest import read_manifest
+from data_prep.flow.parts import FilePart
 from smlp.cli.main import main
 
 ENGLISH = (
@@ -171,6 +176,30 @@ def test_filters_at_their_thresholds(rule, text, settings, kept_with):
     assert clean(text, kept_with, Counter())[1] == ""
     off = replace(settings, off=frozenset({rule, "language"}))
     assert clean(text, off, Counter())[1] == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "किताबें मेज़ पर रखी हैं। बच्चे हर शाम नदी के किनारे खेलते हैं और कहानियाँ सुनते हैं।",
+        "เด็กๆ เล่นริมแม่น้ำทุกเย็นและฟังนิทานที่คุณยายเล่า",
+        "می\u200cخواهم بروم، آیا می\u200cآیی؟ نمی\u200cدانم؛ شاید.",
+        "孩子们每天傍晚都在河边玩，听奶奶讲故事：“从前，有一个国王。”他说，好！",
+    ],
+)
+def test_signs_and_punctuation_of_other_scripts_are_no_symbols(text):
+    assert Measures(text + " |").shares["symbols"] == 1 / (sum(not c.isspace() for c in text) + 1)
+
+
+def test_loading_is_not_time_of_a_document(tmp_path, monkeypatch):
+    running, identifier = [], filters._identifier
+    monkeypatch.setattr(
+        filters, "_identifier", lambda: running.append(signal.getitimer(signal.ITIMER_PROF)[0] > 0) or identifier()
+    )
+    monkeypatch.delitem(sys.modules, "ftfy", raising=False)
+    part = FilePart.whole(write_jsonl(tmp_path / "a.jsonl", [{"text": ENGLISH}]))
+    assert clean_part(part, tmp_path / "out", ReadSettings(), Cleaning(), "").counts.kept == 1
+    assert running == [False, True] and "ftfy" in sys.modules
 
 
 def test_lines_that_were_repeated_before_they_were_removed_count():
@@ -347,6 +376,8 @@ def test_command(tmp_path, capsys):
         (["--menu-lines", "9", "--without", "navigation"], "--menu-lines 9 has no effect with --without navigation"),
         (["--min-probability", "0.9", "--language", "any"], "--min-probability 0.9 has no effect with --language any"),
         (["--min-stop-words", "1", "--language", "fr"], "--min-stop-words 1 has no effect with --language fr"),
+        (["--without", "few-words", "--max-words", "10"], "out: not one of 1 documents was kept"),
+        (["--without", "many-words", "--min-words", "2000000"], "out: not one of 1 documents was kept"),
         (["--text-field", "txt"], "out: not one of 1 documents was kept"),
     ],
 )
