@@ -11,7 +11,7 @@ from typing import Any
 
 from data_prep.fetch.download import Patience
 from data_prep.fetch.listing import months
-from data_prep.fetch.sequence import fetch
+from data_prep.fetch.sequence import fetch, has_same_settings, local_files, needed_bytes
 from data_prep.fetch.source import Source, built_in, find_source
 from data_prep.fetch.wanted import Wanted, free_bytes
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, ReadSettings
@@ -199,7 +199,14 @@ def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
     for one in wanted:
         packages, files = one.missing_packages(), one.known_files()
         problems += [f"{one.source.name}: not installed: {', '.join(packages)}"] if packages else []
-        number = one.source.size.files if files is None else len(files)
+        if has_same_settings(one) is False and not one.restart:
+            problems.append(f"{one.run.out} holds work with other settings: name another --out, or add --restart")
+        try:
+            local = local_files(one)
+        except UserError as error:
+            problems.append(f"{one.source.name}: {error}")
+            local = []
+        number = len(local) or (one.source.size.files if files is None else len(files))
         number = number if number is None or one.limit_files is None else min(number, one.limit_files)
         rows.append(
             {
@@ -207,6 +214,7 @@ def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
                 "from": one.source.kind,
                 "files": number,
                 **one.sizes(files),
+                "needed_bytes": needed_bytes(one),
                 "options": one.options,
             }
         )

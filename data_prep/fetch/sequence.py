@@ -20,10 +20,19 @@ from data_prep.fetch.listing import KEPT, list_files
 from data_prep.fetch.source import Hub
 from data_prep.fetch.wanted import Wanted
 from data_prep.flow.documents import FORMATS, Defect, Loss, Record, check_format, read
-from data_prep.flow.manifest import Counts, PartResult, output_paths, write_manifest
+from data_prep.flow.manifest import (
+    MANIFEST,
+    SETTINGS,
+    STATE,
+    Counts,
+    PartResult,
+    output_paths,
+    read_settings,
+    write_manifest,
+)
 from data_prep.flow.options import COMPRESSIONS
 from data_prep.flow.parts import PART_BYTES, FilePart, find_files, plan_parts, report_left_out, unique_name
-from data_prep.flow.running import STATE, Finished, begin, forget, is_done, locked, run_parts
+from data_prep.flow.running import Finished, begin, forget, is_done, locked, run_parts
 from data_prep.flow.streams import read_json, sha256_of, write_bytes, write_stream
 from data_prep.flow.workers import PartFailed
 from smlp.files import plain_name
@@ -50,9 +59,7 @@ def fetch(wanted: Wanted) -> Outcome:
         UserError: it cannot begin: no disk space, no list of files, or other work in its folder.
     """
     source, run = wanted.source, wanted.run
-    local = [] if source.from_web or source.hub else find_files(source.paths, FORMATS)[: wanted.limit_files]
-    for _, path in local:
-        check_format(path)
+    local = local_files(wanted)
     report_left_out(source.paths, FORMATS)
     begin(run, "fetch", wanted.settings, wanted.restart)
     if wanted.restart:
@@ -81,6 +88,40 @@ def fetch(wanted: Wanted) -> Outcome:
     corpus = {"title": source.title, "licence": source.licence, "citation": source.citation, "notes": source.notes}
     manifest = write_manifest(run.out, "fetch", wanted.settings, inputs, finished.results, {"corpus": corpus})
     return Outcome(finished, manifest)
+
+
+def local_files(wanted: Wanted) -> list[tuple[Path, Path]]:
+    """Return the files of a source on disk, as :func:`find_files` does; none of other sources.
+
+    Raises:
+        UserError: a place does not exist or holds no documents.
+    """
+    found = find_files(wanted.source.paths, FORMATS)[: wanted.limit_files]
+    for _, path in found:
+        check_format(path)
+    return found
+
+
+def has_same_settings(wanted: Wanted) -> bool | None:
+    """Return whether the work in the folder of a source has these settings; None if there is none."""
+    record = wanted.run.out / STATE / SETTINGS
+    settings = {"step": "fetch", "settings": json.loads(json.dumps(wanted.settings))}
+    return read_settings(record) == settings if record.is_file() else None
+
+
+def needed_bytes(wanted: Wanted) -> int | None:
+    """Estimate the disk space that the command would still need; None if it is unknown. No server is asked."""
+    files = wanted.known_files()
+    if has_same_settings(wanted):
+        if files is not None:
+            rows = [(file.name, asdict(file), file.num_bytes) for file in files]
+            planned = zip(files, _planned(wanted, rows), strict=True)
+            files = [
+                file for file, (part, row) in planned if not (_is_kept(part, row) and is_done(wanted.run, _PHASE, part))
+            ]
+        elif not wanted.source.from_web and (wanted.run.out / MANIFEST).is_file():
+            return 0
+    return wanted.sizes(files)["needed_bytes"]
 
 
 def _downloaded(wanted: Wanted) -> tuple[list[RemotePart], list[str]]:
@@ -134,17 +175,34 @@ class RemotePart(FilePart):
 
 def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]) -> list[RemotePart]:
     """Return parts for files of the web or shards. If a request has changed, its download is removed."""
+    planned = _planned(wanted, requests)
+    for part, content in planned:
+        if not _is_kept(part, content):
+            part.path.with_name(part.path.name.removesuffix(REQUEST)).unlink(missing_ok=True)
+            write_bytes(part.path, content)
+    return [part for part, _ in planned]
+
+
+def _planned(
+    wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]
+) -> list[tuple[RemotePart, bytes]]:
+    """Return parts for files of the web or shards, and what their requests hold."""
     names: set[str] = set()
-    parts = []
+    planned = []
     for name, row, size in requests:
         plain_name(name, f"the list of {wanted.source.name}")
-        path, content = wanted.raw / f"{name}{REQUEST}", json.dumps(row).encode()
-        if not path.is_file() or path.read_bytes() != content:
-            (wanted.raw / name).unlink(missing_ok=True)
-            write_bytes(path, content)
-        stem = unique_name(part_name(name), names)
-        parts.append(RemotePart(path, stem, wanted.source.name, size=size or 1))
-    return parts
+        part = RemotePart(
+            wanted.raw / f"{name}{REQUEST}",
+            unique_name(part_name(name), names),
+            wanted.source.name,
+            size=size or 1,
+        )
+        planned.append((part, json.dumps(row).encode()))
+    return planned
+
+
+def _is_kept(part: RemotePart, content: bytes) -> bool:
+    return part.path.is_file() and part.path.read_bytes() == content
 
 
 def part_name(name: str) -> str:

@@ -301,6 +301,38 @@ def test_what_a_dry_run_finds_of_files_that_the_source_names(server, tmp_path, c
     assert before - after == 3_000_000
 
 
+def test_a_dry_run_needs_no_disk_for_what_is_done(server, tmp_path, capsys):
+    names = ("a.txt", "b.txt")
+    server.files.update({name: b"A text.\n" for name in names})
+    files = "".join(f'[[files]]\nurl = "{server.url(name)}"\nbytes = 8\n' for name in names)
+    web = source_file(tmp_path, "web", f'format = "txt"\n{files}')
+    (tmp_path / "mine.txt").write_text("A text.\n")
+    local = source_file(tmp_path, "local", 'paths = ["mine.txt"]\n[size]\ntext_bytes = 100\n')
+    out = tmp_path / "out"
+
+    def planned(*more):
+        assert run(web, local, "--out", out, *more, "--dry-run", "--json", tmp_path / "plan.json") == 0
+        rows = json.loads((tmp_path / "plan.json").read_text())["sources"]
+        return [(row["files"], row["needed_bytes"]) for row in rows]
+
+    assert planned() == [(2, 16), (1, 45)]
+    server.faults["b.txt"] = status(404)
+    assert run(web, local, "--out", out, *QUICK) == 1
+    (out / ".raw" / "web" / "a.txt").unlink()
+    assert planned() == [(2, 8), (1, 0)]
+    server.faults.clear()
+    assert run(web, local, "--out", out, *QUICK) == 0
+    for name in names:
+        (out / ".raw" / "web" / name).unlink(missing_ok=True)
+    assert planned() == [(2, 0), (1, 0)]
+    assert planned("--file-bytes", "100", "--restart") == [(2, 16), (1, 45)]
+    assert run(local, "--out", out, "--dry-run", "--file-bytes", "100") == 1
+    assert f"problem: {out}/local holds work with other settings" in capsys.readouterr().out
+    (tmp_path / "mine.txt").unlink()
+    assert run(web, local, "--out", out, "--dry-run") == 1
+    assert f"problem: local: there is no file or folder {tmp_path}/mine.txt" in capsys.readouterr().out
+
+
 def test_a_shorter_file_leaves_nothing_of_the_longer_one(tmp_path):
     folder, out = tmp_path / "texts", tmp_path / "out"
     folder.mkdir()
