@@ -30,6 +30,7 @@ TOKENIZER_FILES = tuple(name for names in TOKENIZERS.values() for name in names)
 #: in the ``extra_state`` of a checkpoint: :func:`record_of` its dictionary
 RECORD = "dictionary"
 _MOST_ADDED = 8  # pieces that no merge forms, besides those such as <|endoftext|>; there may also be 1 % of them
+_LARGEST_ID = (1 << 24) - 1  # of a piece; a table of all ids is held in memory
 _OVERWRITE = " #fairseq:overwrite"  # fairseq's flag for a symbol that may stand twice
 
 
@@ -143,8 +144,9 @@ def read_encoder(path: Path) -> dict[str, int]:
     Raises:
         UserError: there is no such file, or it is not in this format.
     """
+    text = _text_of(path)
     try:
-        ids = json.loads(_text_of(path))
+        ids = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not an encoder.json of byte-level BPE: {error}") from None
     if not isinstance(ids, dict) or not all(isinstance(number, int) and number >= 0 for number in ids.values()):
@@ -154,6 +156,11 @@ def read_encoder(path: Path) -> dict[str, int]:
         raise UserError(f"{path} is not an encoder.json of byte-level BPE: {lacking} of the 256 bytes have no piece")
     if len(set(ids.values())) < len(ids):
         raise UserError(f"{path} gives {len(ids)} pieces only {len(set(ids.values()))} different ids")
+    last = max(ids, key=lambda piece: ids[piece])
+    if ids[last] > _LARGEST_ID:
+        raise UserError(
+            f"{path} gives the piece {last[:40]!r} the id {ids[last]:,}, but ids are at most {_LARGEST_ID:,}"
+        )
     return ids
 
 

@@ -1,6 +1,7 @@
 """Byte-level BPE: the encoding of fairseq's --bpe gpt2, lossless, also where a character's bytes part."""
 
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -160,6 +161,18 @@ def test_files_that_are_none(folder, tokenizer, tmp_path):
             UserError, match=r"vocab.bpe has merges for \d+ pieces, but none for \d+ others of .* cut off"
         ):
             load()
+    bad.write_text(json.dumps({**ids, "zz": 1 << 40}))
+    with pytest.raises(
+        UserError, match=r"gives the piece 'zz' the id 1,099,511,627,776, but ids are at most 16,777,215"
+    ):
+        Tokenizer(tokenizer.vocabulary, bad)
+    for content, words in [
+        (b"\xff", f"{bad} is not UTF-8 at byte 0"),
+        (None, f"there is no file {bad} of byte-level BPE"),
+    ]:
+        bad.unlink() if content is None else bad.write_bytes(content)
+        with pytest.raises(UserError, match=f"^{re.escape(words)}$"):
+            Tokenizer(tokenizer.vocabulary, bad)
     bad.write_text(json.dumps({**ids, "zz": 5000}))
     with pytest.raises(UserError, match=r"ids are not 0 to"):
         given_byte_level(bad, folder / "vocab.bpe")
