@@ -30,7 +30,7 @@ from data_prep.flow.running import Report, aligned, begin, run_parts
 from data_prep.flow.streams import DamagedFile, open_stream
 from smlp.errors import UserError
 from smlp.text.squad import NO_ANSWER, SquadSplit
-from smlp.text.tokenizer import Tokenizer
+from smlp.text.tokenizer import Tokenizer, check_characters
 
 DESCRIPTION = """question answering in SQuAD's JSON (v1.1, v2.0), for the task squad that comes with this package
 
@@ -127,6 +127,8 @@ def read_questions(path: Path) -> Iterator[Question]:
     try:
         with open_stream(path) as stream:
             data = json.loads(stream.read())
+    except UserError:  # which is a ValueError
+        raise
     except DamagedFile as error:
         raise UserError(f"{error}: it is damaged") from None
     except (ValueError, RecursionError) as error:  # no JSON, or not UTF-8
@@ -139,6 +141,10 @@ def read_questions(path: Path) -> Iterator[Question]:
             context = _field(paragraph, "context", str, inside)
             for question_at, row in enumerate(_field(paragraph, "qas", list, inside)):
                 name = _field(row, "id", str, f"{inside}.qas[{question_at}]")
+                try:
+                    check_characters(name)
+                except UserError as error:
+                    raise UserError(f"{inside}.qas[{question_at}]: 'id': {error}") from None
                 if name in seen:
                     raise UserError(f"{path} has two questions with the id {name!r}")
                 seen.add(name)

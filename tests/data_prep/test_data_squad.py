@@ -4,6 +4,7 @@ import copy
 import gzip
 import json
 import lzma
+import sys
 
 import numpy as np
 import pytest
@@ -143,6 +144,9 @@ BAD = {
         set_in(first_paragraph(data), "context", RIVER + " \ufffd"),
     ),
     "its question has no token": lambda data: set_in(first_question(data), "question", "  "),
+    "qas[0]: 'id': the text 'a\\ud800' has a lone surrogate": lambda data: set_in(
+        first_question(data), "id", "a\ud800"
+    ),
     "lone surrogate": lambda data: set_in(first_question(data), "question", "a \ud800"),
 }
 
@@ -189,6 +193,14 @@ def test_files_that_cannot_be_read_are_one_sentence(name, content, message, toke
     assert squad("--train", tmp_path / name, "--tokenizer", tokenizer, "--out", tmp_path / "out") == 1
     error = capsys.readouterr().err
     assert message in error and name in error and error.count("\n") == 1
+
+
+def test_a_package_that_is_missing_is_no_wrong_file(tokenizer, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "a.json.zst"
+    path.touch()
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert squad("--train", path, "--tokenizer", tokenizer, "--out", tmp_path / "out") == 1
+    assert capsys.readouterr().err.startswith(f"smlp: error: {path}: for .zst files install the extra 'data'")
 
 
 def test_missing_files_are_one_sentence(tokenizer, tmp_path, capsys):
