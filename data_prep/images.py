@@ -156,8 +156,10 @@ def _package(package: Package, folder: Path, file: Path | None, url: str | None,
         if found != package.sha256:
             raise UserError(f"--from {file}: its sha256 is {found}, that of {package.file} is {package.sha256}")
         return path
-    remote = RemoteFile(url or package.find_url(), package.file, package.num_bytes, ("sha256", package.sha256))
     path = folder / package.file
+    if path.is_file() and sha256_of(path) == package.sha256:  # of an interrupted call
+        return path
+    remote = RemoteFile(url or package.find_url(), package.file, package.num_bytes, ("sha256", package.sha256))
     try:
         with bytes_bar(package.num_bytes, package.file, quiet) as bar:
             download(remote, path, PATIENCE, bar.update)

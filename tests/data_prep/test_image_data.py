@@ -131,6 +131,22 @@ def test_a_download_is_compared_with_its_checksum(packed, tmp_path, monkeypatch)
     assert not (tmp_path / "bad").exists() and not (tmp_path / "good" / file.name).exists()
 
 
+def test_an_interrupted_call_goes_on_after_its_download(packed, tmp_path, monkeypatch):
+    name, file, _ = packed
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with serving() as server:
+        server.files["good"] = file.read_bytes()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(images, "_write_images", stop)
+            images.fetch(name, tmp_path / "out", url=server.url("good"), quiet=True)
+        images.fetch(name, tmp_path / "out", url=server.url("good"), quiet=True)
+        assert server.requests == [("good", "")]
+    assert not (tmp_path / "out" / file.name).exists()
+
+
 def test_another_file_and_an_older_folder_are_refused(packed, tmp_path):
     name, file, _ = packed
     file.write_bytes(file.read_bytes() + b"x")
