@@ -134,8 +134,8 @@ def months(text: str) -> list[tuple[str, str]]:
     Raises:
         UserError: it is neither.
     """
-    first, _, last = text.partition(":")
-    bounds = [_MONTH.fullmatch(bound) for bound in (first, last or first)]
+    first, colon, last = text.partition(":")
+    bounds = [_MONTH.fullmatch(bound) for bound in (first, last if colon else first)]
     if None in bounds:
         raise UserError(f"option months is {text!r}, but must be a month, as 2016-09, or two, as 2016-09:2019-02")
     start, stop = (int(bound[1]) * 12 + int(bound[2]) - 1 for bound in bounds)

@@ -22,7 +22,7 @@ def pages(
     """Yield the pages of a WARC file, in order, as trafilatura extracts them; other responses are losses.
 
     A document is a record of type ``response``; requests and the file's own metadata are none. One record at a time is
-    in memory. A page of more than ``max_bytes``, as it was sent, is a loss; so is one that takes more than
+    in memory. A page of more than ``max_bytes``, unpacked, is a loss; so is one that takes more than
     ``max_seconds`` of CPU time, which a defect names.
 
     Raises:
@@ -33,11 +33,12 @@ def pages(
     from warcio.archiveiterator import ArchiveIterator
 
     extract = helper(f"{__name__}:text_of_page", max_seconds, ("trafilatura",))
-    num_records, problem, is_page = 0, "", True
+    num_records, problem = 0, ""
     with open_stream(path) as stream:
         content = _UntilDamage(stream)
         records = ArchiveIterator(content, check_digests=False)
         while True:
+            is_page = True  # for all that is known of a record that is cut off in its header
             try:
                 record = next(records, None)
             except Exception as error:  # warcio's exceptions, and others that truncated headers cause in it

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import re
 import tracemalloc
 import zlib
 from collections import Counter
@@ -213,6 +214,10 @@ def test_a_warc_file_that_breaks_off(tmp_path, suffix):
     assert {(1, True), (2, True), (3, True)} <= seen
     if suffix == ".warc.gz":  # of a plain file, a cut between records cannot be told from its end
         assert all(damaged for number, damaged in seen if number < 4)
+        starts = [match.start() for match in re.finditer(b"\x1f\x8b\x08", content)]  # the file's, then pairs
+        path.write_bytes(content[: starts[4] + 30])
+        pieces = list(warc.pages(path, "news", 1 << 20))
+        assert len(texts(pieces)) == 1 and reasons(pieces) == {"cut off by damage": 1}
 
 
 def test_files_that_are_no_warc(tmp_path):

@@ -119,7 +119,7 @@ def test_a_refused_file_leaves_nothing(tmp_path, capsys):
 def test_months():
     assert months("2018-11:2019-02") == [("2018", "11"), ("2018", "12"), ("2019", "01"), ("2019", "02")]
     assert months("2018-03") == [("2018", "03")]
-    for text in ["2018", "2018-13", "2018-02:2018-01", "2018-01:2018-02:x"]:
+    for text in ["2018", "2018-13", "2018-02:2018-01", "2018-01:", ":2018-01", "2018-01:2018-02:x"]:
         with pytest.raises(UserError, match="option months"):
             months(text)
 
