@@ -34,7 +34,8 @@ def train_sentencepiece(
     """Train on the non-empty lines; return the serialised model. The same lines give the same bytes.
 
     Args:
-        lines: of text; each of their characters gets a piece.
+        lines: of text. Each of their characters, normalised, gets a piece, except NUL and those that are only in
+            ``<s>``, ``</s>``, ``<unk>``, a line with U+2585 or one longer than ``MAX_LINE_BYTES``.
         vocab_size: pieces, with three special ones. A text too small for it yields a smaller unigram model.
         kind: one of ``KINDS``.
         byte_fallback: encode what has no piece as bytes.
