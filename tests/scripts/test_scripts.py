@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from running import REPOSITORY, as_user, shell
@@ -75,6 +76,20 @@ def test_quickstart_keeps_its_settings_while_a_model_is_there(tiny_text, tmp_pat
     made_with = {"text": {}, "vocab_size": 80, "models": {}, "updates": 4}  # and the data were removed
     (tmp_path / "run" / "settings.json").write_text(json.dumps(made_with))
     assert "was made with another" in refused([*script, "70"])
+
+
+def test_quickstart_makes_its_text_anew_where_nothing_was_made_of_it(tmp_path):
+    quickstart = runpy.run_path(str(REPOSITORY / "scripts" / "quickstart.py"))
+    mine, out = tmp_path / "mine.txt", tmp_path / "run"
+    options = SimpleNamespace(
+        text=[str(mine)], splits=None, out=out, updates=4, vocab_size=80, logs=lambda name: out / "logs" / name
+    )
+    (out / "logs").mkdir(parents=True)
+    for word in ("one", "two"):
+        mine.write_text("\n".join(f"{word} {number}" for number in range(60)))
+        quickstart["check_settings"](options)
+        quickstart["make_text"](options, out / "text")
+        assert (out / "text" / "train.txt").read_text().startswith(f"{word} 0\n")
 
 
 def test_quickstart_leaves_a_users_folder_alone(tiny_text, tmp_path, refused):
