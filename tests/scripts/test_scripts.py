@@ -78,7 +78,8 @@ def test_quickstart_keeps_its_settings_while_a_model_is_there(tiny_text, tmp_pat
     assert "was made with another" in refused([*script, "70"])
 
 
-def test_quickstart_makes_its_text_anew_where_nothing_was_made_of_it(tmp_path):
+def test_quickstart_makes_its_text_anew_where_nothing_was_made_of_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
     quickstart = runpy.run_path(str(REPOSITORY / "scripts" / "quickstart.py"))
     mine, out = tmp_path / "mine.txt", tmp_path / "run"
     options = SimpleNamespace(
