@@ -59,7 +59,7 @@ class Thresholds:
     )  # Gopher
     max_word_length: float = option(10.0, "word-length", "drop documents whose words are longer on average")  # Gopher
     max_symbols: float = option(
-        0.1, "symbols", "drop documents with a greater share of symbols (neither letter, digit nor punctuation)"
+        0.1, "symbols", "drop documents with a greater share of symbols (neither letter, accent, digit nor punctuation)"
     )
     max_digits: float = option(0.2, "digits", "drop documents with a greater share of digits")
     max_upper_case: float = option(
