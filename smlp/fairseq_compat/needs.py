@@ -225,9 +225,13 @@ def _check_criterion(cfg: Any) -> None:
         raise UserError(
             "--criterion vocab_parallel_cross_entropy needs Megatron, which fairseq does not include: leave it out"
         )
-    if author in ("fairseq", "smlp") and metric not in _METRICS:
+    measured = list(_METRICS)
+    if name in ("cross_entropy", OURS) and not cfg.optimization.sentence_avg:
+        measured.remove("nll_loss")  # in validation it is the loss, which has that name
+    if author in ("fairseq", "smlp") and metric not in measured:
         raise UserError(
-            f"--best-checkpoint-metric {metric} is not measured by {name}: give one of {', '.join(_METRICS[:3])}"
+            f"--best-checkpoint-metric {metric} is not measured by {name}: give one of "
+            f"{', '.join(one for one in measured if one in ('loss', 'nll_loss', 'ppl'))}"
         )
 
 

@@ -88,6 +88,12 @@ def test_a_step_that_failed_after_the_training_is_named(out):
     ]
 
 
+def test_a_run_that_waits_for_more_scores_is_not_called_unstarted(out):
+    rewrite(run_folder(out, "Switch", 2) / "run.json", state="waiting", trained=True)
+    ((_, reason),) = incomplete(read_results(out))
+    assert reason == "it is trained, and waits for its scores"
+
+
 def test_a_margin_beyond_all_numbers(out):
     """Two seeds, of which one ended at e^160: the interval's end is no number any more."""
     rewrite(out / "experiment.json", seeds=SEEDS[:2])

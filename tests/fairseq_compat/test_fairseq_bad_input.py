@@ -203,9 +203,9 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
     ),
     "metric that is none": (
         "train",
-        [*TRAIN, "--best-checkpoint-metric", "nonsense"],
+        [*TRAIN, "--best-checkpoint-metric", "nll_loss"],
         None,
-        ["--best-checkpoint-metric nonsense is not measured by"],
+        ["--best-checkpoint-metric nll_loss is not measured by", ": give one of loss, ppl"],
     ),
     "composite loss": (
         "train",

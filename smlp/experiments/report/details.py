@@ -102,7 +102,10 @@ def incomplete(results: Results) -> list[tuple[RunResult, str]]:
         if run.state == MISSING and run.model.name in failed:
             reasons.insert(0, "every run of its grid failed: the run.json of each, in tune/, has the reason")
         elif not run.is_done:
-            reasons.insert(0, run.message or _REASONS.get(run.state, "run.json does not give the reason"))
+            reason = _REASONS.get(run.state, "run.json does not give the reason")
+            if run.state == "waiting" and run.record.get("trained"):
+                reason = "it is trained, and waits for its scores"
+            reasons.insert(0, run.message or reason)
         elif run.message:  # what failed after the training
             reasons.insert(0, run.message)
         if reasons:
