@@ -166,12 +166,13 @@ def evaluate(args: Namespace) -> dict[str, Any]:
             f"the loss of {args.checkpoint} on {dataset.reader.root} is {found['loss']}: its weights are damaged "
             "or have diverged, or --mean and --std do not fit the images"
         )
+    height, width = config["input_size"][1:]
     took, seconds, timed = time.perf_counter() - start, found.pop("seconds"), found.pop("timed_images")
     return {
         "checkpoint": str(Path(args.checkpoint)),
         "model": args.model,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "image_size": config["input_size"][-1],
+        "image_size": width if height == width else [height, width],
         "weights": "state_dict" if args.no_ema or checkpoint.get("state_dict_ema") is None else "state_dict_ema",
         "epoch": checkpoint.get("epoch"),
         **found,

@@ -57,7 +57,9 @@ def _entry_point(name: str) -> Callable[..., ImageModel]:
         pool = settings.pop("global_pool", None)
         if pool:
             settings["pool"] = _POOLS.get(pool, pool)
-        return ImageModel(preset(name, **settings))
+        model = ImageModel(preset(name, **settings))
+        model.global_pool = "" if pool == "" else model.global_pool  # all tokens
+        return model
 
     def create(pretrained: bool = False, **settings: Any) -> ImageModel:
         return build_model_with_cfg(build, name, pretrained, pretrained_filter_fn=from_timm, **settings)

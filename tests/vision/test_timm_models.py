@@ -126,6 +126,8 @@ def test_what_timms_training_script_asks_of_a_model(name, tmp_path):
     assert model(images).shape == (3, 4)
     pooled = model.forward_head(model.forward_features(images), pre_logits=True)
     assert pooled.shape == (3, model.num_features)
+    every = timm.create_model(name, num_classes=0, img_size=8, in_chans=1, global_pool="", num_layers=1)
+    assert every(images).shape == (3, 4, every.num_features), "all tokens"
     model.reset_classifier(6)
     assert model(images).shape == (3, 6) and [name for name, _ in model.named_parameters()][-1] == "head.bias"
     for layer_decay in (None, 0.7):
