@@ -188,6 +188,8 @@ def test_a_model_of_the_users_takes_images_of_any_size(digits, tmp_path, monkeyp
     assert "timm does not take --grad-checkpointing with mine: AttributeError" in capsys.readouterr().err
     report = evaluated(tmp_path / "run" / "last.pth.tar", digits, *own, "-vb", "7")
     assert (report["image_size"], report["batch_size"]) == (8, 7)
+    wide = evaluated(tmp_path / "run" / "last.pth.tar", digits, *own, "--input-size", "1", "8", "16")
+    assert wide["image_size"] == [8, 16]
     assert report["loss"] == pytest.approx(float(rows(tmp_path / "run")[-1]["eval_loss"]), rel=1e-5)
     model = create_model(read_checkpoint(str(tmp_path / "run" / "last.pth.tar"))["args"])
     images = {"img_size": None, "input_size": None, "mean": None, "std": None, "crop_pct": None, "interpolation": ""}
