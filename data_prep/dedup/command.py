@@ -232,7 +232,7 @@ def _phases(
     work = partial(
         write_part, reading=sign.reading, signed=signed, decisions=decisions, num_perm=args.num_perm, suffix=suffix
     )
-    written = run_parts(run, f"write-{digest}", inputs, work)
+    written = run_parts(run, f"write-{digest}", inputs, work, follows=phase)
     return written if written.results is None else (signing, written)
 
 

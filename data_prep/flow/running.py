@@ -158,7 +158,13 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 def run_parts(
-    run: StepRun, phase: str, parts: Sequence[FilePart], work: PartWork, depends: Any = None, temporary: bool = False
+    run: StepRun,
+    phase: str,
+    parts: Sequence[FilePart],
+    work: PartWork,
+    depends: Any = None,
+    temporary: bool = False,
+    follows: str = "",
 ) -> Finished:
     """Work on the parts that are not done yet.
 
@@ -171,12 +177,13 @@ def run_parts(
             done again.
         temporary: the outputs may be gone once the step is finished, that is, while its manifest is there. If a part
             has to be done again, the manifest goes, and with it the records of parts without outputs.
+        follows: an earlier phase over the same parts, whose results hold only for the files that it has read.
 
     Returns:
         Results of all parts, and their input files with checksums.
 
     Raises:
-        UserError: a part's own, after the parts at work are finished; or a worker was killed.
+        UserError: a part's own, after the parts at work are finished; or a worker was killed, or a file has changed.
     """
     if not parts:
         raise UserError(f"nothing to do for {run.out}: no input")
@@ -192,9 +199,12 @@ def run_parts(
             (run.out / MANIFEST).unlink(missing_ok=True)  # its presence marks the step as finished
             todo = [part for part in mine if _stored(run.out, state, part, key, temporary) is None]
             before = f", {len(mine) - len(todo)} done before" if len(todo) < len(mine) else ""
-            do_part = partial(_do_part, out=run.out, phase=phase, work=work, key=key)
+            do_part = partial(_do_part, out=run.out, phase=phase, work=work, key=key, follows=follows)
             failed = work_on(todo, do_part, run.workers, f"{phase} ({len(todo)} parts{before})", run.quiet)
     stored = [_stored(run.out, state, part, key, temporary) for part in parts]
+    for position, (part, row) in enumerate(zip(parts, stored, strict=True)):
+        if row is None and position % number == index and part.name not in failed:
+            raise UserError(f"{part.path} changed after it was read: run the same command again")
     missing = sum(row is None for row in stored)
     if missing:
         return Finished(None, missing=missing, failed=[failed[part.name] for part in parts if part.name in failed])
@@ -256,23 +266,35 @@ def locked(run: StepRun) -> Iterator[None]:
         yield
 
 
-def _do_part(part: FilePart, out: Path, phase: str, work: PartWork, key: str) -> None:
+def _do_part(part: FilePart, out: Path, phase: str, work: PartWork, key: str, follows: str = "") -> None:
     before, record = part.path.stat(), out / STATE / phase / f"{part.name}.json"
     checksum = sha256_of(part.path, part.start, part.stop)  # first, so that records follow outputs closely
-    result = work(part, out)
+    found = {**_identity(part), "sha256": checksum}
+    earlier = read_json(out / STATE / follows / record.name) if follows else {"input": found}
+    if earlier is None or earlier.get("input") != found:
+        raise UserError(f"{part.path} changed after it was read: run the same command again")
+    try:
+        result = work(part, out)
+    except Exception:
+        _check_same(part, before)  # an earlier phase's results may not hold for it any more
+        raise
     result.counts.check()
-    after = part.path.stat()
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise UserError(f"{part.path} changed while it was read")
+    _check_same(part, before)
     row = {
-        "input": {**_identity(part), "sha256": checksum},
-        "mtime_ns": after.st_mtime_ns,
+        "input": found,
+        "mtime_ns": before.st_mtime_ns,
         "depends": key,
         **asdict(result),
         "counts": result.counts.to_json(),
     }
     forget(out, [record], {output["name"] for output in result.outputs})  # it may have had more
     write_bytes(record, as_json(row))
+
+
+def _check_same(part: FilePart, before: os.stat_result) -> None:
+    after = part.path.stat()
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise UserError(f"{part.path} changed while it was read: run the same command again")
 
 
 def _identity(part: FilePart) -> dict[str, Any]:

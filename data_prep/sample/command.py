@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(survey, args.fraction, args.valid, args.test, args.budget, args.weights, args.repeat, args.unit)
     order = {part.name: index for index, part in enumerate(parts)}
     writing = partial(write_part, **common, plan=plan, order=order, suffix=COMPRESSIONS[args.compress])
-    written = run_parts(work, "write", parts, writing, depends=plan)
+    written = run_parts(work, "write", parts, writing, depends=plan, follows="survey")
     if written.results is None:
         return done.waiting(written, "the writing")
     sources = {

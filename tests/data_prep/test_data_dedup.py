@@ -399,6 +399,16 @@ def test_files_that_are_not_read_are_named(tmp_path, capsys):
     assert f"not read in {tmp_path / 'in'}: b.pdf" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["one\n\nother words", "one\n\ntwo\n\nthree"])
+def test_a_file_that_changes_between_the_phases_is_named(tmp_path, monkeypatch, capsys, text):
+    path = tmp_path / "text.txt"
+    path.write_text("one\n\none")
+    first_of_each = command.first_of_each
+    monkeypatch.setattr(command, "first_of_each", lambda *of: (path.write_text(text), first_of_each(*of))[1])
+    assert main(["data", "dedup", "--in", str(path), "--out", str(tmp_path / "out"), "--quiet"]) == 1
+    assert "text.txt changed after it was read: run the same command again" in capsys.readouterr().err
+
+
 def test_losses_and_defects_are_counted(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\nbad\n{"text": "two"}\n')

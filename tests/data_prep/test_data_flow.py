@@ -469,6 +469,36 @@ def upper_but(part, out, broken):
     return upper(part, out)
 
 
+def upper_while(part, out, grows):
+    """As :func:`upper`; meanwhile the first file grows."""
+    if "c-" in part.name:
+        with open(grows, "a") as file:
+            file.write("more")
+    return upper(part, out)
+
+
+def test_a_file_that_changes_while_others_are_read_is_no_part_of_another_share(source, tmp_path):
+    run = StepRun(tmp_path / "out", quiet=True)
+    begin(run, "upper", {})
+    parts = plan_parts(find_files([source], [".txt"]), part_bytes=100)
+    with pytest.raises(UserError, match=r"a\.txt changed after it was read: run the same command again"):
+        run_parts(run, "upper", parts, partial(upper_while, grows=source / "a.txt"))
+    share = replace(run, share=(len(parts) - 1, len(parts)))
+    assert run_parts(share, "upper", parts, partial(upper_while, grows=source / "a.txt")).missing
+
+
+def test_a_later_phase_reads_what_the_earlier_one_has_read(source, tmp_path):
+    run = StepRun(tmp_path / "out", quiet=True)
+    begin(run, "upper", {})
+    parts = plan_parts(find_files([source], [".txt"]))
+    assert run_parts(run, "upper", parts, upper).results
+    os.utime(source / "a.txt")
+    assert run_parts(run, "again", parts, upper, follows="upper").results
+    (source / "a.txt").write_text((source / "a.txt").read_text().replace("a1", "a2"))
+    with pytest.raises(UserError, match=r"a\.txt changed after it was read"):
+        run_parts(run, "again", parts, upper, follows="upper")
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_part_that_fails_alone_lets_the_others_go_on(source, tmp_path, workers):
     run = StepRun(tmp_path / "out", workers, quiet=True)

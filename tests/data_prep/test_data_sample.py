@@ -9,7 +9,7 @@ import pytest
 from test_data_tokenizer import sentences
 
 from data_prep.flow.streams import write_stream
-from data_prep.sample import plan
+from data_prep.sample import command, plan
 from data_prep.sample.plan import _shares, find_cuts
 from data_prep.sample.survey import Measure, hashes
 from data_prep.tokenize.models import pieces_of, train_sentencepiece
@@ -404,6 +404,23 @@ def test_tokens_are_those_that_binarize_writes(tokenizer, tmp_path, capsys):
     capsys.readouterr()
     assert sample(tmp_path / "in", tmp_path / "out", *options) is None
     assert "with other settings (tokenizer was " in capsys.readouterr().err
+
+
+def test_a_file_that_grows_between_the_readings_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "a.jsonl"
+    path.write_text("".join(f'{{"text": "words {number}"}}\n' for number in range(30)))
+
+    def make_plan(*arguments):
+        with open(path, "a") as file:
+            file.write('{"text": "more", "source": "new"}\n')
+        return plan.make_plan(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "make_plan", make_plan)
+        assert sample(tmp_path / "in", tmp_path / "out", *NO_SPLITS) is None
+    assert "a.jsonl changed after it was read: run the same command again" in capsys.readouterr().err
+    assert sample(tmp_path / "in", tmp_path / "out", *NO_SPLITS)["counts"]["kept"] == 31
 
 
 def test_what_is_added_later_moves_the_cut_for_the_files_before(corpus, tmp_path):
