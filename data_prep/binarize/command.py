@@ -30,7 +30,7 @@ from data_prep.flow.options import (
     tokenizer_setting,
 )
 from data_prep.flow.parts import FilePart, files_in, find_files, plan_parts, report_left_out
-from data_prep.flow.running import Finished, Report, StepRun, begin, run_parts
+from data_prep.flow.running import Finished, Report, StepRun, begin, note_files, run_parts
 from data_prep.flow.streams import suffix_of, write_bytes
 from smlp.cli.numbers import whole
 from smlp.cli.options import refuse_unused
@@ -196,11 +196,9 @@ def _merge(
             )
         plans += parts
     merged = run_parts(run, "merge", plans, merge_part).results
-    beside = [
-        {**write_bytes(run.out / f"{folder}{path.name}", path.read_bytes()), "name": f"{folder}{path.name}"}
-        for folder in folders
-        for path in tokenizer_files(args.tokenizer)
-    ]
+    sources = {f"{folder}{path.name}": path for folder in folders for path in tokenizer_files(args.tokenizer)}
+    note_files(run.out, sources)
+    beside = [{**write_bytes(run.out / name, path.read_bytes()), "name": name} for name, path in sources.items()]
     encoded = [replace(result, outputs=[]) for done in finished.values() for result in done.results]
     facts = {"splits": {}, "dictionary": vocab_size, "dtype": dtype.str}
     for split, done in written.items():

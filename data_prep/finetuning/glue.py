@@ -36,7 +36,7 @@ from data_prep.flow.options import (
     tokenizer_setting,
 )
 from data_prep.flow.parts import FilePart
-from data_prep.flow.running import Report, aligned, begin, run_parts
+from data_prep.flow.running import Report, aligned, begin, note_files, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
 from smlp.errors import UserError
 from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
@@ -106,15 +106,14 @@ def run(args: argparse.Namespace) -> int:
     if not is_whole(run.out, done.inputs, settings):
         splits = {part.name: result.facts for part, result in zip(parts, done.results, strict=True)}
         names = [f"input{number}" for number in range(len(task.columns))]
-        outputs = [
-            write_named(run.out, f"{name}/{path.name}", path.read_bytes())
-            for name in names
-            for path in tokenizer_files(args.tokenizer)
-        ]
+        paths = tokenizer_files(args.tokenizer)
+        beside = {f"{name}/{path.name}": path.read_bytes() for name in names for path in paths}
         if task.labels:
             counts = splits[TRAIN]["labels"]
             content = "".join(f"{label} {counts[label]}\n" for label in task.labels)
-            outputs.append(write_named(run.out, f"label/{DICTIONARY}", content.encode()))
+            beside[f"label/{DICTIONARY}"] = content.encode()
+        note_files(run.out, beside)
+        outputs = [write_named(run.out, name, content) for name, content in beside.items()]
         facts = {"splits": splits, "dictionary": vocab_size, "classes": list(task.labels or ())}
         results = [*done.results, PartResult(outputs, Counts())]
         write_manifest(run.out, "glue", settings, done.inputs, results, facts)

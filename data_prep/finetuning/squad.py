@@ -26,7 +26,7 @@ from data_prep.finetuning.glue import (
 from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.options import cached_tokenizer, run_of, tokenizer_files, tokenizer_setting
 from data_prep.flow.parts import FilePart
-from data_prep.flow.running import Report, aligned, begin, run_parts
+from data_prep.flow.running import Report, aligned, begin, note_files, run_parts
 from data_prep.flow.streams import DamagedFile, open_stream
 from smlp.errors import UserError
 from smlp.text.squad import NO_ANSWER, SquadSplit
@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
         return report.waiting(done, "the splits")
     if not is_whole(run.out, done.inputs, settings):
         splits = {part.name: result.facts for part, result in zip(parts, done.results, strict=True)}
-        outputs = [write_named(run.out, path.name, path.read_bytes()) for path in tokenizer_files(args.tokenizer)]
+        beside = tokenizer_files(args.tokenizer)
+        note_files(run.out, [path.name for path in beside])
+        outputs = [write_named(run.out, path.name, path.read_bytes()) for path in beside]
         results = [*done.results, PartResult(outputs, Counts())]
         write_manifest(run.out, "squad", settings, done.inputs, results, {"splits": splits, "dictionary": vocab_size})
     manifest = read_manifest(run.out, "squad")

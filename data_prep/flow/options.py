@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FILES, FORMATS, ReadSettings
-from data_prep.flow.manifest import MANIFEST, read_manifest
-from data_prep.flow.parts import PART_BYTES, FilePart, find_files, plan_parts, report_left_out
+from data_prep.flow.manifest import MANIFEST, STATE, read_manifest
+from data_prep.flow.parts import PART_BYTES, FilePart, find_files, plan_parts, report_left_out, unfinished
 from data_prep.flow.running import StepRun
 from data_prep.flow.streams import sha256_of
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
@@ -204,8 +204,10 @@ def tokenizer_setting(folder: Path) -> dict[str, Any]:
     """Return a tokenizer for a step's settings, with checksums, so that another one in the same folder is noticed.
 
     Raises:
-        UserError: a file is not the one that the manifest of the folder names.
+        UserError: the folder is of a step that is not finished, or a file is not the one that its manifest names.
     """
+    for problem in unfinished([folder / DICTIONARY]):
+        raise UserError(f"--tokenizer: {problem}")
     sums = {path.name: sha256_of(path) for path in tokenizer_files(folder)}
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(UserError):  # without a manifest, or with that of something else, nothing is compared
@@ -215,7 +217,7 @@ def tokenizer_setting(folder: Path) -> dict[str, Any]:
         if name in sums and row.get("sha256") != sums[name]:
             raise UserError(
                 f"{folder / name} is not the file that {folder / MANIFEST} names (it has another SHA-256): make the "
-                "tokenizer again, or remove the manifest if you changed the file on purpose"
+                f"tokenizer again, or remove the manifest and {folder / STATE} if you changed the file on purpose"
             )
     return {"path": str(folder), "sha256": sums}
 

@@ -69,9 +69,8 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
                 raise UserError(f"{place} holds no file that ends in {kinds} (plain or {', '.join(COMPRESSIONS)})")
         else:
             raise UserError(f"there is no file or folder {place}")
-        for folder, step in _unfinished(files):
-            if step != "fetch":  # some of its files may remain unavailable
-                raise UserError(f"{folder} is not finished: run 'smlp data {step}' again")
+        for problem in unfinished(files):
+            raise UserError(problem)
         found += [(place, path) for path in files]
     seen: dict[Path, tuple[Path, Path]] = {}
     for place, path in found:
@@ -83,6 +82,18 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
             raise UserError(f"{path} is read twice, by {before} and by {place}: name it once")
         seen[real] = place, path
     return found
+
+
+def unfinished(files: Iterable[Path]) -> list[str]:
+    """Return a sentence for each folder of these files that a step has not finished; fetch's may be read all the same.
+
+    Some of the files of a fetch may remain unavailable.
+    """
+    return [
+        f"{folder} is not finished: run 'smlp data {step}' again"
+        for folder, step in _unfinished(files)
+        if step != "fetch"
+    ]
 
 
 def _unfinished(files: Iterable[Path]) -> list[tuple[Path, str]]:

@@ -149,6 +149,14 @@ def _throw_away(out: Path) -> None:
     (out / STATE / SETTINGS).unlink()
 
 
+def note_files(out: Path, names: Iterable[str]) -> None:
+    """Record files of a step that are no part's outputs, before they are written.
+
+    Otherwise only the manifest, which an unfinished step lacks, would tell ``--restart`` that they are its own.
+    """
+    write_bytes(out / STATE / "beside" / "files.json", as_json({"outputs": [{"name": name} for name in names]}))
+
+
 def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     if found["step"] != wanted["step"]:
         return f"the step was {found['step']}"

@@ -21,7 +21,7 @@ from data_prep.flow.options import (
     reading_of,
     run_of,
 )
-from data_prep.flow.running import Report, begin, locked, run_parts
+from data_prep.flow.running import Report, begin, locked, note_files, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
 from data_prep.tokenize.measuring import check_lossless, count_pieces, round_trip
 from data_prep.tokenize.models import (
@@ -172,6 +172,8 @@ def _write(
     else:
         symbols = pieces_of(files[SENTENCEPIECE_MODEL])
     padding = padding_of(len(SPECIAL_SYMBOLS) + len(symbols), args.pad_to, args.pad_multiple)
+    note_files(out, [*files, DICTIONARY])
+    (out / DICTIONARY).unlink(missing_ok=True)  # an earlier model's, which would lie beside this one
     outputs = [write_bytes(out / name, content) for name, content in files.items()]
     vocabulary = Vocabulary([*symbols, *padding])
     tokenizer = Tokenizer(vocabulary, find_tokenizer([out]))

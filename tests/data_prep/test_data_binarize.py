@@ -294,6 +294,19 @@ def test_a_tokenizer_with_a_file_of_another_is_refused(sample, tmp_path, capsys)
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_is_finished_no_more_can_be_written_anew(tokenizer, tmp_path):
+    text, out = tmp_path / "train.txt", tmp_path / "out"
+    common = ("--format", "lines", "--in", tmp_path, "--tokenizer", tokenizer, "--out", out)
+    text.write_text("one\n")
+    assert binarize(*common) == 0
+    text.write_bytes(b"one\n\xff\n")
+    assert binarize(*common) == 1
+    text.write_text("one\ntwo\n")
+    assert binarize(*common, "--max-document-bytes", "1000", "--restart") == 0
+    (out / "dict.txt.bak").touch()
+    assert binarize(*common, "--restart") == 1
+
+
 def test_other_words_of_the_same_number_are_another_shard(tokenizer, tmp_path):
     text, out = tmp_path / "train.spm", tmp_path / "out"
     symbols = [line.rsplit(" ", 1)[0] for line in (tokenizer / "dict.txt").read_text().splitlines()]

@@ -289,6 +289,10 @@ def test_the_same_command_again_and_other_settings(tokenizer, tmp_path, capsys):
     assert glue(*other) == 1 and "with other settings" in capsys.readouterr().err
     assert glue(*other, "--restart") == 0
     assert not (out / "input1").exists()  # fairseq would read pairs
+    (one / "dev.tsv").write_text("a\tlabel\n\t1\n")
+    assert glue(*other) == 1
+    own(tmp_path / "one", "a\tlabel", ["we\t0", "it\t1"])
+    assert glue(*other, "--labels", "1,0", "--restart") == 0
 
 
 BAD = {

@@ -26,6 +26,19 @@ def load(out, split, tokenizer):
     return SquadSplit.load(out, split, len(load_tokenizer(tokenizer).vocabulary))
 
 
+def test_a_folder_that_is_finished_no_more_can_be_written_anew(tmp_path):
+    path, out = tmp_path / "train.json", tmp_path / "out"
+    whole = write_squad(tmp_path / "files")["v1.1"].read_bytes()
+    words = ("--train", path, "--out", out, "--tokenizer")
+    path.write_bytes(whole)
+    assert squad(*words, write_tokenizer(tmp_path / "one", "unigram")) == 0
+    path.write_bytes(whole[:-9])
+    assert squad(*words, tmp_path / "one") == 1
+    path.write_bytes(whole)
+    assert squad(*words, write_tokenizer(tmp_path / "two", "gpt2"), "--restart") == 0
+    assert not (out / "sentencepiece.model").exists()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", ["v1.1", "v2.0"])
 def test_gold_spans_as_predictions_score_100(kind, version, tmp_path, capsys):

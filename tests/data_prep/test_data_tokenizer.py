@@ -8,6 +8,7 @@ import sentencepiece
 
 from data_prep.flow.documents import ReadSettings
 from data_prep.flow.parts import find_files, plan_parts
+from data_prep.tokenize import command
 from data_prep.tokenize.models import padding_of, train_sentencepiece
 from data_prep.tokenize.sampling import Sample, rank_of, sample_part
 from smlp.cli.main import main
@@ -164,6 +165,32 @@ def test_a_result_of_other_settings_is_not_taken_for_this_one(corpus, tmp_path):
     (tmp_path / "one" / "manifest.json").write_text(json.dumps(manifest))
     assert learn("--in", corpus, "--out", tmp_path / "one", "--vocab-size", 60) == 0
     assert manifest_of(tmp_path / "one")["settings"]["vocab_size"] == 60
+
+
+def test_a_tokenizer_that_is_not_finished_is_not_used_and_can_be_made_anew(corpus, tmp_path, capsys, monkeypatch):
+    out, text = tmp_path / "one", tmp_path / "text.txt"
+    text.write_text("The dog sees the cat.\n")
+    use = ("binarize", "--format", "lines", "--train", text, "--tokenizer", out, "--out", tmp_path / "bin", "--quiet")
+
+    def stop(lines, tokenizer):
+        raise UserError("stopped")
+
+    def is_stopped(*more):
+        with monkeypatch.context() as patch:
+            patch.setattr(command, "count_pieces", stop)
+            assert learn("--in", corpus, "--out", out, *more) == 1
+        assert "stopped" in capsys.readouterr().err
+        assert (out / "sentencepiece.model").is_file() and not (out / "dict.txt").exists()
+
+    is_stopped("--vocab-size", 60)
+    assert learn("--in", corpus, "--out", out, "--vocab-size", 50, "--restart") == 0
+    (corpus / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(20, 5)))
+    is_stopped("--vocab-size", 50)
+    (out / "dict.txt").write_text("a 1\n")
+    assert main(["data", *map(str, use)]) == 1
+    assert f"--tokenizer: {out} is not finished: run 'smlp data tokenizer' again" in capsys.readouterr().err
+    assert learn("--in", corpus, "--out", out, "--vocab-size", 60, "--restart") == 0
+    assert main(["data", *map(str, use)]) == 0
 
 
 def test_what_sentencepiece_changes_is_reported(tmp_path):
