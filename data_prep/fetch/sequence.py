@@ -39,6 +39,7 @@ from smlp.files import plain_name
 
 REQUEST = ".request.json"
 _PHASE = "convert"
+_PIECES = "pieces"  # in ``.state``: of each part at work, the files that it has written
 _SHARDS = "shards.json"
 _FORMATS = re.compile(r"\.(xml|warc|jsonl|json|txt|parquet)(?=[-.]|$)|\.(gz|bz2|xz|zst)$")
 
@@ -63,8 +64,9 @@ def fetch(wanted: Wanted) -> Outcome:
     report_left_out(source.paths, FORMATS)
     begin(run, "fetch", wanted.settings, wanted.restart)
     if wanted.restart:
-        for name in (KEPT, _SHARDS):
-            (wanted.raw / name).unlink(missing_ok=True)
+        with locked(run):  # another command may be at work with them
+            for name in (KEPT, _SHARDS):
+                (wanted.raw / name).unlink(missing_ok=True)
     problems: list[str] = []
     if source.from_web:
         with locked(run):  # another command would write into the same files
@@ -81,6 +83,9 @@ def fetch(wanted: Wanted) -> Outcome:
     finished = run_parts(run, _PHASE, parts, partial(convert, wanted=wanted))
     if finished.results is None:
         return Outcome(finished, problems=problems or finished.failed)
+    pieces = run.out / STATE / _PIECES  # left by parts that were interrupted, and whose inputs are gone
+    gone = set(pieces.glob("*.json")) - {pieces / f"{part.name}.json" for part in parts}
+    forget(run.out, gone, {output["name"] for result in finished.results for output in result.outputs})
     inputs = finished.inputs
     if source.from_web:
         facts = [result.facts for result in finished.results]
@@ -265,7 +270,7 @@ class Writer:
     def __init__(self, out: Path, name: str, key: str, suffix: str, file_bytes: int, limit: int | None) -> None:
         self._out, self._name, self._key = out, name, key
         self._suffix, self._file_bytes, self._limit = suffix, file_bytes, limit
-        self._record = out / STATE / "pieces" / f"{name}.json"
+        self._record = out / STATE / _PIECES / f"{name}.json"
         self._counts, self._defects, self._outputs, self._read = Counts(), [], [], 0
         self._is_over = False  # what follows the last document is counted as well
         self._resume()

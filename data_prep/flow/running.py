@@ -86,7 +86,8 @@ def begin(
         until_written: settings that may change until the step writes its first file into the folder.
 
     Raises:
-        UserError: the folder was made by another step or with other settings, or holds something else.
+        UserError: the folder was made by another step or with other settings, or holds something else, or the settings
+            would change while another command is running there.
     """
     state = run.out / STATE
     own = [path for path in run.out.iterdir() if path.name.startswith(".")] if run.out.is_dir() else []
@@ -102,7 +103,8 @@ def begin(
         found = read_settings(record)
         may_differ = () if holds_files else until_written
         if found != wanted and _without(found, may_differ) == _without(wanted, may_differ):
-            write_bytes(record, json.dumps(wanted, indent=1).encode())
+            with locked(run):
+                write_bytes(record, json.dumps(wanted, indent=1).encode())
         elif found != wanted:
             if not restart:
                 raise UserError(

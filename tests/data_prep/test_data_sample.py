@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_data_tokenizer import sentences
 
+from data_prep.flow.running import StepRun, locked
 from data_prep.flow.streams import write_stream
 from data_prep.sample import command, plan
 from data_prep.sample.plan import _shares, find_cuts
@@ -220,7 +221,12 @@ def test_the_remedy_of_a_mistake_can_be_followed(corpus, tmp_path, capsys):
     surveyed = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / ".state" / "survey").iterdir()}
     assert sample(corpus, tmp_path / "out", "--budget", "1M", "--unit", "bytes", *NO_SPLITS) is None
     assert "unit was 'words', now 'bytes'" in capsys.readouterr().err
+    settings = (tmp_path / "out" / ".state" / "settings.json").read_bytes()
     small = ["--budget", "500", *NO_SPLITS]
+    with locked(StepRun(tmp_path / "out")):
+        assert sample(corpus, tmp_path / "out", *small) is None
+    assert "another command is running" in capsys.readouterr().err
+    assert (tmp_path / "out" / ".state" / "settings.json").read_bytes() == settings
     assert sample(corpus, tmp_path / "out", *small) == sample(corpus, tmp_path / "straight", *small)
     assert {path: path.stat().st_mtime_ns for path in surveyed} == surveyed
     assert sample(corpus, tmp_path / "out", "--budget", "400", *NO_SPLITS) is None

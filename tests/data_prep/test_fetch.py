@@ -271,8 +271,10 @@ def test_two_commands_do_not_download_into_the_same_file(server, tmp_path, capsy
     first = threading.Thread(target=lambda: statuses.append(run(source, "--out", out, *QUICK)))
     first.start()
     assert asked.wait(20)
-    assert run(source, "--out", out, *QUICK) == 1
-    assert "another command is running in" in capsys.readouterr().err
+    kept = out / ".raw" / "books" / "listing.json"
+    for more in ([], ["--restart"]):
+        assert run(source, "--out", out, *QUICK, *more) == 1
+        assert "another command is running in" in capsys.readouterr().err and kept.is_file()
     go_on.set()
     first.join()
     assert statuses == [0] and len(server.asked("b/one.txt.xz")) == 1
@@ -340,6 +342,27 @@ def test_a_shorter_file_leaves_nothing_of_the_longer_one(tmp_path):
         (folder / "a.txt").write_text("".join(f"{edition} edition, document {index}\n\n" for index in range(number)))
         assert run(folder, "--out", out, *QUICK, "--file-bytes", "300") == 0
         assert len(texts(out)) == number and all(text.startswith(edition) for text in texts(out))
+
+
+def test_a_part_that_was_interrupted_leaves_nothing_when_its_file_is_gone(tmp_path, monkeypatch):
+    folder, out, whole = tmp_path / "texts", tmp_path / "out", sequence.write_stream
+    folder.mkdir()
+    for name in "ab":
+        (folder / f"{name}.txt").write_text("".join(f"{name}, document {index}\n\n" for index in range(15)))
+
+    def killed(path):
+        if path.name.startswith("b-00001"):
+            raise KeyboardInterrupt
+        return whole(path)
+
+    words = (folder, "--out", out, *QUICK, "--file-bytes", "300")
+    with monkeypatch.context() as patch:
+        patch.setattr(sequence, "write_stream", killed)
+        assert run(*words) == 130
+    assert list(out.rglob("b-00000.jsonl.gz"))
+    (folder / "b.txt").unlink()
+    assert run(*words) == 0
+    assert len(texts(out)) == 15 and all(text.startswith("a, ") for text in texts(out))
 
 
 def test_a_document_that_is_slow_only_once_hides_no_other(tmp_path):
