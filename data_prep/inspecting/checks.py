@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.flow.manifest import MANIFEST, output_paths, read_manifest
+from data_prep.flow.parts import unfinished
 from data_prep.flow.streams import sha256_of
 from data_prep.inspecting.token_file import TokenFile
 from smlp.errors import UserError
@@ -149,7 +150,7 @@ def inspect(folder: Path, verify: bool, seen: Callable[[int], None]) -> Inspecti
     manifest = read_manifest(folder, "binarize") if (folder / MANIFEST).is_file() else None
     needs_document_end = manifest is not None and manifest["settings"].get("format") == "documents"
     first = shards[0] / DICTIONARY
-    found = Inspection(Vocabulary.load(first))
+    found = Inspection(Vocabulary.load(first), problems=unfinished([first]))
     for shard in shards:
         if shard != shards[0]:
             found.problems += _dictionary_problems(first, shard / DICTIONARY)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import os
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data_prep.flow.manifest import MANIFEST
 from data_prep.flow.options import add_number
 from data_prep.flow.workers import bytes_bar
 from data_prep.inspecting.checks import Inspection, Statistics, bytes_to_read, inspect
 from data_prep.inspecting.token_file import samples_of
 from smlp.cli.json_file import check_output, write_json
 from smlp.cli.numbers import whole
-from smlp.errors import UserError
+from smlp.errors import UserError, one_line
+from smlp.files import check_writable, write_whole
 from smlp.plots.drawing import check_matplotlib
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import find_tokenizer
@@ -69,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot_lengths(splits, args.plot)
     for problem in found.problems:
-        print(f"FAILED: {problem}")
+        print(f"FAILED: {one_line(problem)}")
+    if args.verify and not (args.folder / MANIFEST).is_file():
+        print(f"no checksum was compared: {args.folder} has no {MANIFEST}")
     if not found.problems:
         print(f"{args.folder}: {len(found.files)} files are whole")
     return 1 if found.problems else 0
@@ -82,12 +86,9 @@ def check_plot(path: Path) -> None:
         UserError: matplotlib is not installed, or no picture can be written there.
     """
     check_matplotlib()
-    if path.is_dir():
-        raise UserError(f"--plot {path} is a folder: name a file to write")
     if not path.parent.is_dir():
         raise UserError(f"cannot write --plot {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"cannot write --plot {path}: it may not be written to")
+    check_writable(path, "--plot")
     if path.is_file() and path.stat().st_size:
         with open(path, "rb") as file:
             if file.read(len(_PNG)) != _PNG:
@@ -159,7 +160,7 @@ def plot_lengths(splits: dict[str, Statistics], path: Path) -> None:
     """Write a PNG: the share of documents by their number of tokens, a line for each split.
 
     Raises:
-        UserError: there is no document.
+        UserError: there is no document, or the file cannot be written.
     """
     import matplotlib
 
@@ -180,5 +181,6 @@ def plot_lengths(splits: dict[str, Statistics], path: Path) -> None:
     axes.set_ylabel("share of documents")
     axes.legend(title="documents of")
     figure.tight_layout()
-    figure.savefig(path, dpi=120, format="png")
+    figure.savefig(drawn := io.BytesIO(), dpi=120, format="png")
     pyplot.close(figure)
+    write_whole(path, drawn.getvalue())

@@ -1,6 +1,8 @@
 """``smlp data inspect``: its counts against a slow reference, and every kind of damage named with its file."""
 
+import errno
 import json
+import os
 import shutil
 import struct
 
@@ -13,6 +15,7 @@ from data_prep.inspecting import checks, token_file
 from data_prep.inspecting.checks import Statistics
 from data_prep.inspecting.token_file import TokenFile
 from data_prep.tokenize.models import pieces_of, train_sentencepiece
+from smlp import files
 from smlp.cli.main import main
 from smlp.text.binarized import read_fairseq_tokens
 
@@ -234,7 +237,29 @@ def test_every_damage_is_a_line_that_names_the_file(data, capsys, damage, words)
 def test_data_of_fairseq_preprocess(tiny_data, capsys):
     assert inspect(tiny_data) == 0
     out = capsys.readouterr().out
-    assert "3 files are whole" in out and "--- from test" in out
+    assert "3 files are whole" in out and "--- from test" in out and "no checksum" not in out
+    assert inspect(tiny_data, "--verify") == 0
+    assert f"no checksum was compared: {tiny_data} has no manifest.json" in capsys.readouterr().out
+
+
+def test_data_that_are_not_finished(data, capsys):
+    (data / "manifest.json").unlink()
+    for folder in (data, data / "shard00"):
+        assert inspect(folder, "--samples", 0) == 1
+        assert f"FAILED: {data} is not finished: run 'smlp data binarize' again" in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(made, tmp_path, monkeypatch, capsys):
+    picture = tmp_path / "lengths.png"
+    picture.write_bytes(b"\x89PNG of before")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    assert inspect(made, "--plot", picture) == 1
+    assert f"cannot write {picture}: No space left on device" in capsys.readouterr().err
+    assert picture.read_bytes() == b"\x89PNG of before" and list(tmp_path.iterdir()) == [picture]
 
 
 def test_data_of_pieces_without_their_tokenizer(made, tmp_path, capsys):
