@@ -162,7 +162,7 @@ def _num_partitions(out: Path, parts: Sequence[FilePart]) -> int:
     if record.is_file():
         kept = record.read_text(errors="replace").strip()
         if not (kept.isdecimal() and len(kept) < 9 and 1 <= int(kept) <= MAX_PARTITIONS):
-            raise UserError(f"{record} is damaged: it holds {kept!r:.40}, not a number of partitions; add --restart")
+            raise UserError(f"{record} is damaged: it holds {kept!r:.40}, not a number of partitions: remove it")
         return int(kept)
     size = sum(part.num_bytes * (_EXPANSION if compression_of(part.path) else 1) for part in parts)
     number = min(1 + size // PARTITION_BYTES, MAX_PARTITIONS)

@@ -80,10 +80,15 @@ class Wanted:
 
     def known_files(self) -> list[RemoteFile] | None:
         """Return the files that an earlier command found or the source itself names; None if only the server knows."""
+        listed = self._listed()
+        return None if listed is None else listed[: self.limit_files]
+
+    def _listed(self) -> list[RemoteFile] | None:
+        """Return the files of :meth:`known_files` and those that the limit leaves out."""
         kept = kept_files(self.source, self.options, self.raw) if self.source.from_web else None
         if kept is None and self.source.files:
             kept = named(list(self.source.files), self.source.format)
-        return None if kept is None else kept[: self.limit_files]
+        return kept
 
     def sizes(self, files: Sequence[RemoteFile] | None) -> dict[str, int | None]:
         """Estimate the bytes of downloads, of text and of documents, and the disk space that is still needed.
@@ -97,7 +102,7 @@ class Wanted:
             ``download_bytes``, ``text_bytes``, ``document_bytes``, ``needed_bytes``; None for what is unknown.
         """
         size = self.source.size
-        total = size.files or (None if files is None else len(files))
+        total = size.files or (None if files is None else len(self._listed() or files))
         number = self.limit_files if files is None else len(files)
         share = 1.0 if total is None or number is None else min(1.0, number / max(total, 1))
         download = None if size.bytes is None else round(size.bytes * share)

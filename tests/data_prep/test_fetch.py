@@ -516,6 +516,16 @@ def test_a_disk_that_is_too_small(server, wiki, tmp_path, capsys, monkeypatch):
     assert run(local, "--out", tmp_path / "out", *QUICK) == 0, "nothing is left to be written"
 
 
+def test_some_of_the_files_are_that_share_of_the_documents(server, tmp_path):
+    body = 'format = "txt"\n[size]\ntext_bytes = 4_000_000\n'
+    body += "".join(f'[[files]]\nurl = "{server.url(f"b/{name}.txt")}"\n' for name in "abcd")
+    source = source_file(tmp_path, "some", body)
+    for more, share in (((), 1.0), (("--limit-files", "1"), 0.25)):
+        assert run(source, "--out", tmp_path / "out", "--dry-run", "--json", tmp_path / "found.json", *more) == 0
+        found = json.loads((tmp_path / "found.json").read_text())["sources"][0]
+        assert found["document_bytes"] == 4_000_000 * wanted.COMPRESSED_SHARE * share
+
+
 def test_shares_of_a_job_array(server, wiki, tmp_path, capsys):
     out = tmp_path / "out"
     assert run(wiki, "--out", out, *QUICK, "--share", "0/2") == 0
