@@ -64,7 +64,7 @@ def plain_name(name: object, named_by: str) -> str:
         UserError: it has one, or as :func:`name_below`.
     """
     if "/" in name_below(name, named_by):
-        raise UserError(f"{named_by} names the file {name!r}, which would lie outside its folder")
+        raise UserError(f"{named_by} names the file {name!r}, which has a folder in it")
     return name
 
 
@@ -441,7 +441,8 @@ def _cannot_write(target: Path, error: OSError) -> str:
         free = f"{shutil.disk_usage(target.parent).free:,} bytes free on that disk"
     except OSError:
         free = "that directory is gone"
-    return f"cannot write {target}: {error.strerror} ({free}); the files saved before are untouched"
+    reason = error.strerror or ", ".join(map(str, error.args))  # other libraries raise it without a number
+    return f"cannot write {target}: {reason} ({free}); the files saved before are untouched"
 
 
 def project_folder() -> Path:

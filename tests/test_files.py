@@ -59,7 +59,7 @@ def test_names_stay_in_their_folder(name, stays: bool) -> None:
 
 def test_a_plain_name_has_no_folder() -> None:
     assert plain_name("part-1.gz", "a list") == "part-1.gz"
-    with pytest.raises(UserError, match="outside its folder"):
+    with pytest.raises(UserError, match="which has a folder in it"):
         plain_name("a/b", "a list")
 
 
@@ -121,6 +121,14 @@ def test_a_report_is_whole_or_as_before(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(UserError, match=rf"cannot write {path}: No space left .* the files saved before are untouched"):
         write_json(str(path), {"ok": 3, "checks": []})
     assert json.loads(path.read_text()) == {"ok": 2, "checks": []} and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_reason_without_a_number_is_said(tmp_path: Path) -> None:
+    def refuse(file) -> None:
+        raise OSError("encoder error -2")
+
+    with pytest.raises(UserError, match=r"cannot write .*: encoder error -2 \("):
+        write_whole(tmp_path / "a.png", refuse)
 
 
 def test_a_link_is_no_lock(tmp_path: Path) -> None:

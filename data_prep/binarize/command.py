@@ -218,7 +218,7 @@ def _left_out(split: str, done: Finished, args: argparse.Namespace) -> bool:
 
 
 def _facts(manifest: dict[str, Any], num_shards: int, done: Report) -> list[str]:
-    """Return lines for the terminal: what each split holds, the rate, and how to train on it."""
+    """Return lines for the terminal: what each split holds, the rate, and how to train on train."""
     lines = [
         f"{split:<5} {row['tokens']:>15,} tokens {row['lines']:>12,} lines {row['ends']:>11,} ends of documents "
         f"{row['unknown_share']:.4%} unknown"
@@ -227,5 +227,6 @@ def _facts(manifest: dict[str, Any], num_shards: int, done: Report) -> list[str]
     tokens = sum(row["tokens"] for row in manifest["splits"].values())
     folders = ":".join(str(done.run.out / folder) for folder in shard_folders(num_shards))
     without = "" if "valid" in manifest["splits"] else " --disable-validation (there is no split valid: see --valid)"
-    rate = "" if done.run.resumed else f"{tokens / (time.perf_counter() - done.start):,.0f} tokens/s; "
-    return [*lines, f"{rate}to train: smlp train {shlex.quote(folders)}{without}"]
+    rate = "" if done.run.resumed else f"{tokens / (time.perf_counter() - done.start):,.0f} tokens/s"
+    train = f"to train: smlp train {shlex.quote(folders)}{without}" if "train" in manifest["splits"] else ""
+    return [*lines, *filter(None, ["; ".join(filter(None, (rate, train)))])]

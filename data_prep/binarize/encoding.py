@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,10 +42,16 @@ def line_blocks(part: FilePart, max_bytes: int) -> Iterator[list[str]]:
             stop = None if part.stop is None else _next_line(stream, part.stop)
             if start or stop is not None:
                 stream.seek(start)
+            rest = b""
             while stop is None or start < stop:
-                content = stream.read(BLOCK_BYTES if stop is None else min(BLOCK_BYTES, stop - start))
+                left = BLOCK_BYTES if stop is None else min(BLOCK_BYTES, stop - start - len(rest))
+                content = rest + stream.read(left)
                 if content and not content.endswith(b"\n"):
                     content += stream.readline(max_bytes + 1)
+                end = len(content)
+                if not content.endswith(b"\n"):  # a carriage return at the end may be half of a line end
+                    end = max(content.rfind(b"\n"), content.rfind(b"\r", 0, -1)) + 1 or end
+                content, rest = content[:end], content[end:]
                 if not content:
                     return
                 if len(content) > max_bytes:
@@ -56,7 +63,7 @@ def line_blocks(part: FilePart, max_bytes: int) -> Iterator[list[str]]:
 
 
 def _check_lengths(content: bytes, part: FilePart, start: int, max_bytes: int) -> None:
-    for line in content.split(b"\n"):
+    for line in re.split(b"[\r\n]", content):
         if len(line) > max_bytes:
             raise UserError(
                 f"{part.path}: the line at byte {start:,} is longer than {max_bytes:,} bytes: give a larger "

@@ -19,6 +19,7 @@ from data_prep.flow.manifest import Counts, PartResult
 from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import READ_BYTES, write_bytes, write_stream
+from smlp.errors import UserError
 from smlp.files import name_below
 from smlp.text.binarized import HEADER, MAGIC, TOKEN_TYPES
 
@@ -194,8 +195,14 @@ def _tokens(out: Path, dtype: np.dtype, segments: list[list[Any]]) -> Iterator[b
             left = tokens * dtype.itemsize
             while left:
                 content = file.read(min(left, READ_BYTES))
+                if not content:
+                    raise _breaks_off(out / name)
                 yield content
                 left -= len(content)
+
+
+def _breaks_off(path: Path) -> UserError:
+    return UserError(f"{path} breaks off: run the same command again")
 
 
 def _index(out: Path, dtype: np.dtype, segments: list[list[Any]]) -> Iterator[bytes | memoryview]:
@@ -203,6 +210,9 @@ def _index(out: Path, dtype: np.dtype, segments: list[list[Any]]) -> Iterator[by
         for name, position, tokens, lines, _ in segments:
             with open(out / name, "rb") as file:
                 file.seek(position + tokens * dtype.itemsize)
-                yield np.frombuffer(file.read(lines * LENGTH.itemsize), LENGTH)
+                content = file.read(lines * LENGTH.itemsize)
+                if len(content) < lines * LENGTH.itemsize:
+                    raise _breaks_off(out / name)
+                yield np.frombuffer(content, LENGTH)
 
     return index_content(dtype, sum(row[3] for row in segments), lengths)

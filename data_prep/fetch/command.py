@@ -27,7 +27,7 @@ from data_prep.flow.options import (
 from data_prep.flow.running import Report, StepRun, aligned
 from smlp.cli.json_file import write_json
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
-from smlp.errors import UserError
+from smlp.errors import UserError, one_line
 from smlp.files import not_writable
 
 DESCRIPTION = "download corpora, with checks, and turn them into documents for 'smlp data clean'"
@@ -233,7 +233,7 @@ def _fetch_one(wanted: Wanted) -> int:
         print(f"smlp: error: {name}: {error}", file=sys.stderr)
         return 1
     for problem in outcome.problems:
-        print(f"failed: {problem}", file=sys.stderr)
+        print(f"failed: {one_line(problem)}", file=sys.stderr)
     if outcome.problems:
         print(f"{name} is not finished: run the same command again for what is missing", file=sys.stderr)
         return 1

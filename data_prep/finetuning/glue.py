@@ -39,6 +39,7 @@ from data_prep.flow.parts import FilePart
 from data_prep.flow.running import Report, aligned, begin, note_files, run_parts
 from data_prep.flow.streams import sha256_of, write_bytes
 from smlp.errors import UserError
+from smlp.files import regular_file
 from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
 
 DESCRIPTION = """prepare GLUE's tasks, or sentences or pairs of your own, for fairseq's task sentence_prediction
@@ -177,15 +178,16 @@ def named_files(args: argparse.Namespace) -> dict[str, Path]:
     """Return the files of ``--train``, ``--valid`` and ``--test`` by split: several of valid are valid, valid1, ...
 
     Raises:
-        UserError: one is missing.
+        UserError: one is missing, or no regular file.
     """
     files = {}
     for split in (TRAIN, VALID, TEST):
         paths = getattr(args, split) or []
         for number, path in enumerate([paths] if isinstance(paths, Path) else paths):
-            if not path.is_file():
-                raise UserError(f"--{split}: there is no file {path}")
-            files[f"{split}{number or ''}"] = path
+            try:
+                files[f"{split}{number or ''}"] = regular_file(path)
+            except UserError as error:
+                raise UserError(f"--{split}: {error}") from None
     return files
 
 

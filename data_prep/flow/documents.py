@@ -66,7 +66,7 @@ class Failure(Loss):
 
 @dataclass(frozen=True)
 class Defect:
-    """A problem with a file as a whole: it is empty or truncated."""
+    """A problem that the manifest names: a file is empty or truncated, or a document is a :class:`Failure`."""
 
     problem: str
     where: str
@@ -286,7 +286,8 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
     with file:
         if reading.text_field not in file.schema_arrow.names:
             yield Defect(f"no column {reading.text_field!r}: {', '.join(file.schema_arrow.names)}", str(part.path))
-            yield Loss(f"no text in field {reading.text_field!r}", f"{part.path}:0", file.metadata.num_rows)
+            if file.metadata.num_rows:
+                yield Loss(f"no text in field {reading.text_field!r}", f"{part.path}:0", file.metadata.num_rows)
             return
         if not file.metadata.num_rows:
             yield Defect("no document in it", str(part.path))

@@ -171,6 +171,17 @@ def as_json(value: Any, indent: int | None = None) -> bytes:
 #: what the entries of every manifest are
 _KINDS: dict[str, type] = {"settings": dict, "counts": dict, "inputs": list, "outputs": list, "defects": list}
 _KIND_NAMES = {dict: "names with values", list: "a list of names with values"}
+#: names with values that those of some steps have besides
+_FACTS = {
+    **dict.fromkeys(("binarize", "glue", "squad"), ("splits",)),
+    "tokenizer": ("vocabulary", "sample", "round_trip"),
+}
+#: values of each row of these entries
+_ROWS: dict[str, dict[str, type]] = {
+    "inputs": {"bytes": int},
+    "outputs": {"name": str, "bytes": int},
+    "defects": {"problem": str, "where": str},
+}
 
 
 def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
@@ -189,10 +200,18 @@ def read_manifest(folder: Path, made_by: str = "") -> dict[str, Any]:
         raise UserError(f"{path} is not a manifest of smlp data") from None
     if made_by and step != made_by:
         raise UserError(f"{folder} was made by 'smlp data {step}', not by 'smlp data {made_by}'")
-    for name, kind in {**_KINDS, **({"splits": dict} if "splits" in manifest else {})}.items():
+    for name, kind in {**_KINDS, **dict.fromkeys(_FACTS.get(str(step), ()), dict)}.items():
         value = manifest.get(name)
         if not isinstance(value, kind) or not all(isinstance(row, dict) for row in value if kind is list):
             raise UserError(f"{path} is damaged: {name} must be {_KIND_NAMES[kind]}")
+    for name, fields in _ROWS.items():
+        for field_name, kind in fields.items():
+            if not all(isinstance(row.get(field_name), kind) for row in manifest[name]):
+                raise UserError(f"{path} is damaged: {name} must each have {field_name!r}")
+    try:
+        Counts.from_json(manifest["counts"])
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{path} is damaged: counts must have documents_in, kept, dropped and other") from None
     return manifest
 
 

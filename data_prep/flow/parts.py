@@ -11,7 +11,8 @@ from pathlib import Path
 
 from data_prep.flow.manifest import MANIFEST, SETTINGS, STATE, read_settings
 from data_prep.flow.streams import COMPRESSIONS, PARTIAL, compression_of, name_of, suffix_of
-from smlp.errors import UserError
+from smlp.errors import UserError, one_line
+from smlp.files import regular_file
 
 _SHOWN = 5  # most names of unread files in a message
 _NAME_BYTES = 160  # of a part's name; file systems allow 255, with suffixes
@@ -68,7 +69,7 @@ def find_files(inputs: Sequence[Path], suffixes: Iterable[str]) -> list[tuple[Pa
                 kinds = ", ".join(suffixes)
                 raise UserError(f"{place} holds no file that ends in {kinds} (plain or {', '.join(COMPRESSIONS)})")
         else:
-            raise UserError(f"there is no file or folder {place}")
+            files = [regular_file(place, "file or folder")]
         for problem in unfinished(files):
             raise UserError(problem)
         found += [(place, path) for path in files]
@@ -121,7 +122,7 @@ def report_left_out(inputs: Sequence[Path], suffixes: Iterable[str], read: Itera
         others = [path for path in files if path not in known and path.name != MANIFEST]
         others += [path for path in hidden if _is_wanted(path, tuple(suffixes))]
         if others:
-            shown = ", ".join(str(path.relative_to(place)) for path in others[:_SHOWN])
+            shown = ", ".join(one_line(str(path.relative_to(place))) for path in others[:_SHOWN])
             more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
             print(f"not read in {place}: {shown}{more}", file=sys.stderr)
 

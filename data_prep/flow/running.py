@@ -36,7 +36,7 @@ from data_prep.flow.manifest import (
 from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import PARTIAL, read_json, sha256_of, write_bytes
 from data_prep.flow.workers import work_on
-from smlp.errors import UserError
+from smlp.errors import UserError, one_line
 
 LOCK = "lock"
 
@@ -346,7 +346,7 @@ MAX_DEFECTS = 20  # most defects on the terminal; the manifest has all of them
 
 @dataclass(frozen=True)
 class Report:
-    """Print the end of a step, timed from here; methods return the exit status, 1 if not one document was kept."""
+    """Print the end of a step, timed from here; methods return the exit status, 1 if all documents were dropped."""
 
     step: str
     run: StepRun
@@ -356,7 +356,7 @@ class Report:
         """Report that all parts are done and the manifest is written; ``lines`` are added."""
         defects = manifest["defects"]
         for defect in defects[:MAX_DEFECTS]:
-            print(f"{defect['problem']}: {defect['where']}")
+            print(f"{one_line(defect['problem'])}: {one_line(defect['where'])}")  # may have names that files give
         if len(defects) > MAX_DEFECTS:
             print(f"... {len(defects) - MAX_DEFECTS} more in {MANIFEST}")
         counts = Counts.from_json(manifest["counts"])

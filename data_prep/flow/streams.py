@@ -204,11 +204,12 @@ def write_stream(path: Path) -> Any:
     """Open ``path`` for writing, compressed as its suffix says; give (stream, :class:`WrittenFile`).
 
     The file gets its name when the block ends without an error, on disk and with all its content. Until then it is
-    ``NAME.partial``, which an error or a kill may leave and the next run overwrites. The same content gives the same
-    bytes.
+    ``NAME.MACHINE.PROCESS.partial``, which an error removes, and which a kill leaves until a command without
+    ``--share`` runs in the folder. The same content gives the same bytes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}{PARTIAL}")
+    machine = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:16]  # names of machines have up to 64 bytes
+    partial = path.with_name(f"{path.name}.{machine}.{os.getpid()}{PARTIAL}")
     with renamed_when_whole(partial, path) as file:
         written = WrittenFile(path, file)
         stream = _compressing(path, written)

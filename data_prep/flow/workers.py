@@ -81,16 +81,15 @@ def _in_processes(
                 while waiting and not errors and len(running) < num_workers:
                     part = waiting.pop(0)
                     with _interrupts(signal.SIG_BLOCK):  # a worker that starts now inherits this
-                        running[pool.submit(_interruptibly, do_part, part)] = part
+                        try:
+                            running[pool.submit(_interruptibly, do_part, part)] = part
+                        except BrokenProcessPool:
+                            raise _killed([part, *running.values()], num_workers) from None
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     part = running.pop(future)
                     error = future.exception()
                     if isinstance(error, BrokenProcessPool):
-                        names = ", ".join(sorted({str(part.path), *(str(other.path) for other in running.values())}))
-                        raise UserError(
-                            f"a worker was killed (out of memory?) at {names}; what is finished is kept: run the "
-                            f"same command again, with fewer --workers than {num_workers} if memory was short"
-                        ) from None
+                        raise _killed([part, *running.values()], num_workers) from None
                     if isinstance(error, PartFailed):
                         failed[part.name] = str(error)
                     elif error is not None:
@@ -101,6 +100,14 @@ def _in_processes(
             raise
     if errors:
         raise errors[0]
+
+
+def _killed(parts: Sequence[FilePart], num_workers: int) -> UserError:
+    names = ", ".join(sorted({str(part.path) for part in parts}))
+    return UserError(
+        f"a worker was killed (out of memory?) at {names}; what is finished is kept: run the same command again, with "
+        f"fewer --workers than {num_workers} if memory was short"
+    )
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """``smlp data binarize``: the bytes of fairseq-preprocess, shards that fairseq reads, and what becomes of bad input."""
 
+import itertools
 import json
 import os
 import random
@@ -19,7 +20,7 @@ from data_prep.binarize import encoding
 from data_prep.binarize import shards as shards_module
 from data_prep.binarize.encoding import line_blocks
 from data_prep.binarize.shards import token_type
-from data_prep.flow.parts import find_files, plan_parts
+from data_prep.flow.parts import FilePart, find_files, plan_parts
 from data_prep.tokenize.models import pieces_of, train_sentencepiece
 from smlp.cli.main import main
 from smlp.errors import UserError
@@ -453,3 +454,53 @@ def test_a_line_longer_than_a_block_is_read_whole(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"a\.txt is not UTF-8: byte 0xe4 at position 7"):
         path.write_bytes(b"short\na\xe4b\n")
         list(line_blocks(parts[0], 95))
+
+
+@pytest.mark.parametrize("end", ["\r", "\r\n", "\n"])
+@pytest.mark.parametrize("last", ["", "end"])
+def test_carriage_returns_end_lines_of_any_length(tmp_path, monkeypatch, end, last):
+    monkeypatch.setattr(encoding, "BLOCK_BYTES", 7)
+    path, lines = tmp_path / "a.txt", ["aaaa", "bb", "", "cccccccccc", "d"] * 3
+    path.write_bytes((end.join([*lines, last])).encode())
+    expected = [*lines, last] if last else lines
+    for part_bytes in (1, 5, 11, 1000):
+        parts = plan_parts(find_files([path], [".txt"]), part_bytes, all_lines=True)
+        assert [line for part in parts for block in line_blocks(part, 11) for line in block] == expected
+    with pytest.raises(UserError, match=f"the line at byte {6 + 3 * len(end)} is longer than 9 bytes"):
+        list(line_blocks(FilePart.whole(path), 9))
+
+
+def test_segments_that_break_off_are_named(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"1")
+    for read in (shards_module._tokens, shards_module._index):
+        with pytest.raises(UserError, match=r"a\.bin breaks off: run the same command again"):
+            list(itertools.islice(read(tmp_path, np.dtype("<u2"), [["a.bin", 0, 10, 1, 0]]), 4))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda manifest: manifest["outputs"][0].pop("name"),
+        lambda manifest: manifest["outputs"][0].pop("bytes"),
+        lambda manifest: manifest["inputs"][0].pop("bytes"),
+        lambda manifest: manifest["defects"].append({"a": 1}),
+        lambda manifest: manifest["counts"].pop("kept"),
+        lambda manifest: manifest.pop("splits"),
+    ],
+)
+def test_a_damaged_manifest_is_named(tokenizer, tmp_path, capsys, damage):
+    (tmp_path / "train.txt").write_text("one\n")
+    words = ("--format", "lines", "--in", tmp_path, "--tokenizer", tokenizer, "--out", tmp_path / "out")
+    assert binarize(*words) == 0
+    damage(manifest := manifest_of(tmp_path / "out"))
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
+    assert binarize(*words) == 1
+    assert "manifest.json is damaged: " in capsys.readouterr().err
+
+
+def test_data_without_train_are_not_said_to_train(tokenizer, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one\n")
+    for split, is_said in (("train", True), ("valid", False)):
+        words = ("--format", "lines", f"--{split}", tmp_path / "a.txt", "--tokenizer", tokenizer)
+        assert binarize(*words, "--out", tmp_path / split) == 0
+        assert ("smlp train" in capsys.readouterr().out) == is_said

@@ -12,6 +12,8 @@ import sys
 import time
 import tracemalloc
 from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -20,12 +22,12 @@ from pathlib import Path
 import pytest
 from running import REPOSITORY
 
-from data_prep.flow import documents, limits
+from data_prep.flow import documents, limits, streams
 from data_prep.flow.documents import Defect, Loss, ReadSettings, Record, read
 from data_prep.flow.manifest import SETTINGS, STATE, Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.options import run_of
-from data_prep.flow.parts import FilePart, find_files, plan_parts, report_left_out
-from data_prep.flow.running import StepRun, begin, is_done, locked, run_parts
+from data_prep.flow.parts import FilePart, find_files, plan_parts, report_left_out, unique_name
+from data_prep.flow.running import Report, StepRun, begin, is_done, locked, run_parts
 from data_prep.flow.streams import DamagedFile, json_line, open_stream, write_bytes, write_stream
 from data_prep.flow.workers import PartFailed
 from smlp import __version__
@@ -210,6 +212,9 @@ def test_empty_files_are_said_to_be_empty(tmp_path):
     assert texts(documents_in(tmp_path / "c.parquet", ReadSettings())) == [
         Defect("no document in it", str(tmp_path / "c.parquet"))
     ]
+    assert texts(documents_in(tmp_path / "c.parquet", ReadSettings(text_field="body"))) == [
+        Defect("no column 'body': text", str(tmp_path / "c.parquet"))
+    ]
 
 
 @pytest.mark.parametrize("mode", ["blank", "line", "jsonl"])
@@ -262,6 +267,9 @@ def test_parts_have_names_of_their_own(tmp_path):
         find_files([tmp_path], [".parquet"])
     with pytest.raises(UserError, match="no file or folder"):
         find_files([tmp_path / "nowhere"], [".txt"])
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(UserError, match=r"pipe\.txt is not a regular file but a named pipe"):
+        find_files([tmp_path / "pipe.txt"], [".txt"])
 
 
 @pytest.mark.parametrize("kind", ["blank", "line", "file"])
@@ -460,6 +468,17 @@ def test_a_worker_that_is_killed_is_named_and_the_rest_is_kept(source, tmp_path)
     assert list((run.out / ".state" / "upper").glob("*.json"))
     run_upper(source, run, log=str(log))
     assert read_manifest(run.out)["counts"]["documents_in"] == 120
+
+
+def test_a_worker_that_is_killed_between_two_parts_is_named(source, tmp_path, monkeypatch):
+    """Then the pool refuses the next part."""
+
+    def refuse(pool, *work):
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", refuse)
+    with pytest.raises(UserError, match=r"a worker was killed .* at .*\.txt; .*run the same command again"):
+        run_upper(source, StepRun(tmp_path / "out", workers=2, quiet=True))
 
 
 def upper_but(part, out, broken):
@@ -767,6 +786,23 @@ def test_a_long_path_gets_a_name_that_fits(tmp_path):
         (deep / name).write_text("text")
     names = [part.name for part in plan_parts(find_files([tmp_path], [".txt"]))]
     assert len(set(names)) == 2 and all(len(name) < 200 for name in names)
+
+
+def test_long_names_of_a_file_and_of_the_machine_fit_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(streams.socket, "gethostname", lambda: "h" * 64)
+    write_bytes(tmp_path / f"train--{unique_name('a' * 200, set())}-00000.jsonl.gz", b"text")
+
+
+def test_names_from_files_write_no_lines_on_the_terminal(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for name in ("a.txt", "x\n\x1b[32mgreen.md"):
+        (tmp_path / "in" / name).write_text("text")
+    report_left_out([tmp_path / "in"], [".txt"])
+    assert capsys.readouterr().err.endswith(": x\\n\\x1b[32mgreen.md\n")
+    defect = {"problem": "no column 'text': \x1b[31mred\nall is well", "where": "a\nb"}
+    manifest = write_manifest(tmp_path, "upper", {}, [], [PartResult([], Counts(), [defect])])
+    Report("upper", StepRun(tmp_path)).finished(manifest)
+    assert capsys.readouterr().out.startswith("no column 'text': \\x1b[31mred\\nall is well: a\\nb\n")
 
 
 def test_what_an_unfinished_step_wrote_is_not_read(source, tmp_path):

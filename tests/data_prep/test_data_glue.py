@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 
 import pytest
 from squad_data import write_tokenizer
@@ -319,6 +320,13 @@ def test_bad_files_are_one_sentence(case, tokenizer, tmp_path, capsys):
     assert glue("--task", "SST-2", "--in", folder, "--tokenizer", tokenizer, "--out", tmp_path / "out") == 1
     assert message.format(path=folder / "train.tsv") in capsys.readouterr().err
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_pipe_is_no_file_to_read(tokenizer, tmp_path, capsys):
+    os.mkfifo(tmp_path / "a.tsv")
+    words = ("--task", "SST-2", "--train", tmp_path / "a.tsv", "--tokenizer", tokenizer, "--out", tmp_path / "out")
+    assert glue(*words) == 1
+    assert f"--train: {tmp_path / 'a.tsv'} is not a regular file but a named pipe" in capsys.readouterr().err
 
 
 def test_a_sentence_that_the_tokenizer_drops_is_refused(tmp_path, capsys):
