@@ -230,7 +230,7 @@ def _fetch_one(wanted: Wanted) -> int:
     try:
         outcome = fetch(wanted)
     except UserError as error:
-        print(f"smlp: error: {name}: {error}", file=sys.stderr)
+        print(f"smlp: error: {one_line(f'{name}: {error}')}", file=sys.stderr)
         return 1
     for problem in outcome.problems:
         print(f"failed: {one_line(problem)}", file=sys.stderr)

@@ -207,7 +207,7 @@ def tokenizer_setting(folder: Path) -> dict[str, Any]:
         UserError: the folder is of a step that is not finished, or a file is not the one that its manifest names.
     """
     for problem in unfinished([folder / DICTIONARY]):
-        raise UserError(f"--tokenizer: {problem}")
+        raise UserError(f"--tokenizer: {problem}, or remove its {STATE} if the tokenizer is your own")
     sums = {path.name: sha256_of(path) for path in tokenizer_files(folder)}
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(UserError):  # without a manifest, or with that of something else, nothing is compared

@@ -183,4 +183,4 @@ def plot_lengths(splits: dict[str, Statistics], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(drawn := io.BytesIO(), dpi=120, format="png")
     pyplot.close(figure)
-    write_whole(path, drawn.getvalue())
+    write_whole(path.resolve() if path.is_symlink() else path, drawn.getvalue())

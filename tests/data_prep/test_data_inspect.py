@@ -118,6 +118,10 @@ def test_a_link_stays_one(made, tmp_path):
     link.symlink_to(target)  # as /dev/stdout is; a device would be replaced in the same way
     assert inspect(made, "--json", link) == 0
     assert link.is_symlink() and json.loads(target.read_text())["problems"] == []
+    picture, link = tmp_path / "target.png", tmp_path / "link.png"
+    link.symlink_to(picture)
+    assert inspect(made, "--plot", link) == 0
+    assert link.is_symlink() and picture.read_bytes().startswith(b"\x89PNG")
 
 
 def write_at(path, position, content):
