@@ -459,6 +459,15 @@ def test_no_file_of_a_task_is_written_over(data, model, capsys, command: str, op
     assert path.read_bytes() == before
 
 
+def test_files_of_tasks_that_are_not_asked_for_may_be_archives(data, model, tmp_path, capsys) -> None:
+    folder = shutil.copytree(data, tmp_path / "tasks")
+    labels = folder / "piqa" / "valid-labels.lst"
+    labels.rename(f"{labels}.zip")
+    assert zeroshot(model[0], folder, "--tasks", "copa", "--limit", 1, "--output", tmp_path / "copa.jsonl") == 0
+    assert zeroshot(model[0], folder, "--tasks", "piqa") == 1
+    assert "valid-labels.lst.zip exists: decompress it" in capsys.readouterr().err
+
+
 def test_the_command_knows_what_the_library_has():
     """And no more: the tasks are the columns of the paper's table, in its order."""
     assert tuple(READERS) == _TASKS == tuple(TABLE_6) and tuple(TEMPLATES) == _TEMPLATES

@@ -267,6 +267,7 @@ def test_compressed_files_are_named_where_they_are_missing(tmp_path, end):
     write(tmp_path / "dev.jsonl", WINOGRANDE)
     for task, labels in (("piqa", "valid-labels.lst"), ("winogrande", "dev-labels.lst")):
         (tmp_path / f"{labels}{end}").write_bytes(b"any")
+        assert len(READERS[task].files(tmp_path)) == 1
         with pytest.raises(UserError, match=rf"{labels} is missing.*{labels}{end} exists: decompress it"):
             read(task, tmp_path)
 

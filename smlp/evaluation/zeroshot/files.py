@@ -140,13 +140,18 @@ def labels_beside(path: Path) -> Path | None:
         UserError: it is there, but compressed in another way than with gzip.
     """
     labels = labels_path(path)
-    for there in (labels, labels.with_name(labels.name + _GZIP)):
-        if there.is_file():
-            return there
+    if (found := readable_labels(path)) is not None:
+        return found
     for there in (labels.with_name(labels.name + end) for end in _COMPRESSED):
         if there.is_file():
             raise UserError(f"{labels} is missing: it has the answers to {path}; {there} exists: decompress it")
     return None
+
+
+def readable_labels(path: Path) -> Path | None:
+    """Return what :func:`labels_beside` finds, or None."""
+    labels = labels_path(path)
+    return next(filter(Path.is_file, (labels, labels.with_name(labels.name + _GZIP))), None)
 
 
 def labels_path(path: Path) -> Path:

@@ -23,6 +23,7 @@ from smlp.evaluation.zeroshot.files import (
     labels_beside,
     labels_path,
     read_text,
+    readable_labels,
     text_of,
 )
 
@@ -145,7 +146,7 @@ class Reader:
         folder = Path(data_dir)
         there = [names for names in self.splits.values() if has_one(folder, self.folders, names)]
         records = [find(folder, self.folders, names, self.source) for names in there]
-        return records + [labels for path in records if (labels := labels_beside(path))]
+        return records + [labels for path in records if (labels := readable_labels(path))]
 
     def priming_split(self, data_dir: str | Path) -> str:
         """Return the best existing split for priming, or the best of all if none exists."""
