@@ -178,6 +178,24 @@ def test_passes_keep_to_the_batch_size_and_hold_every_candidate():
     assert lengths == sorted(lengths, reverse=True)
 
 
+def test_batches_are_bounded_where_nothing_is_read_ahead():
+    """As in leaky models and records without context, next to others; a batch is about one pass."""
+    draw = random.Random(0)
+    contexts = [0] * 50 + [1, 5] * 5
+    groups = [
+        fit([TokenizedText(tokens(draw, size + draw.randrange(3, 9)), size) for _ in range(2)], CONTEXT)
+        for size in contexts
+    ]
+    readings = [Reading.of(group, share=size > 1) for group, size in zip(groups, contexts, strict=True)]
+    batches = plan_batches(readings, 100, 10)
+    assert sorted(place for batch in batches for place in batch.members) == list(range(60))
+    unshared = [batch for batch in batches if any(one.num_shared == 0 for one in batch.beginnings)]
+    assert len(unshared) > 5
+    for batch in unshared:
+        members = [reading for reading in map(readings.__getitem__, batch.members) if reading.num_shared == 0]
+        assert sum(len(row) for reading in members for row in reading.inputs) <= 100
+
+
 class _Letters(Tokenizer):
     """A tokenizer of letters that joins ``a`` and ``b`` where they meet."""
 

@@ -88,6 +88,7 @@ def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: i
     order = sorted(range(len(readings)), key=lambda place: (-readings[place].num_shared, -readings[place].longest))
     shared = [readings[place].num_shared for place in order]
     again = [len(readings[place].inputs) - 1 for place in order]
+    longest = [readings[place].longest for place in order]
     num_again = [0, *accumulate(again)]
     in_all = [0, *accumulate(more * length for more, length in zip(again, shared, strict=True))]
 
@@ -95,6 +96,9 @@ def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: i
         return in_all[end] - in_all[begin] - shared[end - 1] * (num_again[end] - num_again[begin])
 
     def size(begin: int, end: int) -> int:
+        # if nothing is read ahead, one pass holds what else would be a batch without end
+        if not shared[end - 1]:
+            return longest[begin] * (num_again[end] - num_again[begin] + end - begin)
         return shared[end - 1] * (end - begin)
 
     parts = partition(len(order), read_again, size, batch_tokens, block_tokens)
