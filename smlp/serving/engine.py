@@ -260,11 +260,11 @@ def prompt_scores(decoder: Decoder, prompt: Sequence[int], num_top: int) -> Prom
     log_probs: list[float | None] = []
     top: list[list[tuple[int, float]]] = []
     for start in range(0, len(prompt) - 1, _POSITIONS):
-        piece_nV = decoder.project(hidden_nH[start : start + _POSITIONS]).float()
-        check_numbers(piece_nV)
-        piece_nV = piece_nV.log_softmax(1)
+        piece_nV = decoder.project(hidden_nH[start : start + _POSITIONS]).float().log_softmax(1)
         target_n1 = torch.tensor(prompt[start + 1 : start + 1 + len(piece_nV)], device=device).unsqueeze(1)
-        log_probs += piece_nV.gather(1, target_n1).flatten().tolist()
+        log_probs_n1 = piece_nV.gather(1, target_n1)
+        check_numbers(log_probs_n1)
+        log_probs += log_probs_n1.flatten().tolist()
         top += [likeliest(log_probs_V, num_top) if num_top else [] for log_probs_V in piece_nV]
     unknown = min(decoder.config.prefix_tokens, len(log_probs))
     return PromptScores([None] * unknown + log_probs[unknown:], [[]] * unknown + top[unknown:])

@@ -6,7 +6,7 @@ import torch
 
 import smlp
 from smlp.evaluation.leak import randomise
-from smlp.inference.generation import Limits, Sampling, generate, method_of
+from smlp.inference.generation import Limits, Sampling, beam_search, generate, method_of
 from smlp.inference.generation.sampled import choose, penalise
 
 
@@ -111,9 +111,23 @@ def test_the_largest_random_number_draws_the_last_possible_token(monkeypatch):
     assert choose(logits, Sampling(top_p=0.4), [None]) == [2]
 
 
-def test_nan_is_refused_not_drawn():
-    with pytest.raises(smlp.UserError, match="NaN"):
-        choose(torch.tensor([[0.0, torch.nan]]), Sampling(), [torch.Generator()])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("token", [0, 7])
+def test_nan_and_infinity_are_refused_not_drawn(model, monkeypatch, number, token):
+    """Infinite logits, as of float16, too; those of banned tokens spoil the log-probabilities of the others."""
+
+    def spoilt(hidden):
+        logits = torch.nn.functional.linear(hidden, model.embedding.weight)
+        logits[..., token] = number
+        return logits
+
+    monkeypatch.setattr(model, "project", spoilt)
+    for sampling in (Sampling(), Sampling(temperature=0), Sampling(top_k=3, top_p=0.5)):
+        with pytest.raises(smlp.UserError, match="next-token scores are NaN or infinite"):
+            next(generate(model, [2, 5], 4, sampling, banned=[0]))
+    for prompt in ([2], [2, 5, 6]):
+        with pytest.raises(smlp.UserError, match="next-token scores are NaN or infinite"):
+            beam_search(model, [prompt], Limits(4, end=2))
 
 
 def test_a_repetition_penalty_makes_tokens_of_the_text_less_likely(model):

@@ -83,7 +83,7 @@ def beam_search(
 
     Raises:
         UserError: a prompt that the model cannot read, a text that its context has no room for, no ``end``, or sliding.
-        NaNError: the model's logits are NaN.
+        NaNError: the model's logits are NaN or infinite.
     """
     if limits.end is None:
         raise UserError("a beam search needs the id that ends a text: Limits(end=...)")
@@ -125,7 +125,9 @@ def _add_prompt_scores(batch: SharedPositions, rows: list[_Hypothesis], hidden_R
         for start in range(0, len(known), _POSITIONS):
             target_n1 = torch.tensor(known[start : start + _POSITIONS], device=hidden_RnH.device).unsqueeze(1)
             logits_nV = batch.decoder.project(hidden_RnH[row, start : start + len(target_n1)]).float()
-            hypothesis.total += float(logits_nV.log_softmax(1).gather(1, target_n1).double().sum())
+            log_probs_n1 = logits_nV.log_softmax(1).gather(1, target_n1)
+            check_numbers(log_probs_n1)
+            hypothesis.total += float(log_probs_n1.double().sum())
 
 
 def _candidates(
@@ -139,8 +141,8 @@ def _candidates(
     """Return the likeliest next tokens of each row that waits for one."""
     waiting = batch.waiting
     logits_WV = batch.decoder.project(last_RH[torch.tensor(waiting, device=last_RH.device)]).float()
-    check_numbers(logits_WV)
     log_probs_WV = logits_WV.log_softmax(1)
+    check_numbers(log_probs_WV.amax(1))
     log_probs_WV[:, banned] = -torch.inf
     for place, row in enumerate(waiting):
         num_new, prompt = len(rows[row].tokens), rows[row].search.prompt

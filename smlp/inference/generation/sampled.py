@@ -29,7 +29,8 @@ def generate(
 ) -> Iterator[int]:
     """Continue one sequence of ids; yield each new id as it is chosen.
 
-    Arguments and errors as in :func:`sampled_texts`; ``max_tokens`` ids are yielded.
+    Arguments and errors as in :func:`sampled_texts`; ``max_tokens`` ids are yielded, or fewer with
+    ``when_full="stop"``, at the end of the context.
     """
     if getattr(getattr(decoder, "config", None), "is_bidirectional", True):  # also of a compiled one
         raise UserError(f"ids are continued by a decoder, such as load_pretrained(PATH).decoder, got {decoder!r:.80}")
@@ -66,7 +67,7 @@ def sampled_texts(
     Raises:
         UserError: a prompt that the model cannot read, or a text that its context has no room for; before anything is
             computed.
-        NaNError: the model's logits are NaN.
+        NaNError: the model's logits are NaN or infinite.
     """
     sampling = sampling or Sampling()
     ready = ready_prompts(decoder.config, prompts, limits, fill)
@@ -142,6 +143,7 @@ class SampledBatch:
         waiting = batch.waiting
         logits_WV = batch.decoder.project(last_RH[torch.tensor(waiting, device=last_RH.device)]).float()
         log_total_W = logits_WV.logsumexp(1)
+        check_numbers(log_total_W)
         tokens = self._chosen(self._adjusted(logits_WV), [drafts[row] for row in waiting])
         rows = torch.arange(len(waiting), device=logits_WV.device)
         log_probs = (logits_WV[rows, torch.tensor(tokens, device=logits_WV.device)] - log_total_W).tolist()
@@ -221,14 +223,17 @@ def random_stream(seed: int, prompt: Sequence[int], draw: int) -> torch.Generato
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
-def check_numbers(logits_RV: Tensor) -> None:
-    """Refuse logits that cannot be chosen from.
+def check_numbers(scores_R: Tensor) -> None:
+    """Refuse logits that cannot be chosen from, given a log-probability of each row, or its logsumexp.
 
     Raises:
-        NaNError: some are NaN.
+        NaNError: some are NaN or infinite.
     """
-    if logits_RV.isnan().any():
-        raise NaNError("the model's next-token scores are NaN: the checkpoint has diverged or is damaged")
+    if not scores_R.isfinite().all():
+        raise NaNError(
+            "the model's next-token scores are NaN or infinite: the checkpoint has diverged or is damaged, or its "
+            "numbers are too large for its data type"
+        )
 
 
 def penalise(logits_V: Tensor, tokens: Sequence[int], penalty: float) -> None:
@@ -242,11 +247,7 @@ def choose(logits_RV: Tensor, sampling: Sampling, streams: Sequence[torch.Genera
     """Return one token for each row of (R, V); ties between likeliest tokens go to the lowest id.
 
     A row takes one number from its own stream, so that its token does not depend on other rows.
-
-    Raises:
-        NaNError: some logits are NaN.
     """
-    check_numbers(logits_RV)
     if sampling.temperature == 0:
         return logits_RV.argmax(dim=1).tolist()
     logits_RV = logits_RV / sampling.temperature
