@@ -131,7 +131,8 @@ def check_options(args: argparse.Namespace) -> None:
     factor = args.eval_capacity_factor
     if factor is not None and not 0 <= factor < float("inf"):
         raise UserError(f"--eval-capacity-factor must be at least 0, got {factor}")
-    manifests = (os.path.join(folder, "manifest.json") for folder in (args.data or "").split(":"))
+    folders = args.data.split(":") if args.data else []
+    manifests = (os.path.join(folder, "manifest.json") for folder in folders)
     check_not_read([args.text, *manifests], json=args.json, per_document=args.per_document)
     check_outputs(json=args.json, per_document=args.per_document)
     if args.parity and args.nproc == 1:
@@ -193,19 +194,22 @@ def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
             f"no token of {text.name} can be scored: {len(text.stream.tokens)} tokens in {len(samples)} samples, of "
             f"which the first {cutting.prefix} positions are not scored, in a context of {cutting.max_tokens}"
         )
-    reasons, prefix = [], cutting.prefix
+    reasons, prefix, room = [], cutting.prefix, cutting.max_tokens - cutting.has_start
     if num_left_out := len(text.stream.tokens) - int((found.places_M >= 0).sum()):
         or_empty = " or empty ones" if args.sample_break_mode == "complete_doc" else ""
-        reasons.append(f"{num_left_out:,} are in lines longer than the context of {cutting.max_tokens}{or_empty}")
+        reasons.append(f"{num_left_out:,} are in lines longer than the context of {room}{or_empty}")
     if len(samples) < len(found):
         reasons.append(f"--limit-tokens {limit} ends the text")
-    if prefix and args.context_window >= prefix:
+    in_blocks = cutting.break_mode == "none"  # only before blocks is there always room for context
+    if prefix and in_blocks and args.context_window >= prefix:
         reasons.append(f"the first {prefix} positions of the text choose experts")
     elif prefix:
-        reasons.append(
-            f"the first {prefix} positions of each input choose experts; with --context-window {prefix} all tokens "
-            f"but the first {prefix} of the text are scored"
-        )
+        reasons.append(f"the first {prefix} positions of each input choose experts")
+        if in_blocks:
+            reasons[-1] += (
+                f"; with --context-window {prefix} all tokens but the first {prefix - cutting.has_start} of the text "
+                "are scored"
+            )
     return samples, reasons
 
 

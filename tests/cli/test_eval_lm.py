@@ -7,7 +7,9 @@ import json
 import math
 import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +19,13 @@ from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 from running import HELPERS, USER_DIR, Finished, run_python
 
 import smlp
+from smlp.cli.eval_data import EvaluationText
+from smlp.cli.eval_lm import _samples
 from smlp.cli.main import main
 from smlp.errors import UserError
 from smlp.evaluation.leak import randomise
 from smlp.evaluation.parity import Parity, ParityCell
+from smlp.text.binarized import BinarizedTokens
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
@@ -148,6 +153,15 @@ def test_words_and_bytes_are_those_of_the_text(folder, evaluate):
     assert {key: alone[key] for key in same} == {key: given[key] for key in same}
 
 
+def test_a_manifest_is_an_input_only_next_to_data(folder, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = ["eval-lm", "--path", str(folder / "smlp_tiny.pt"), "--dict", str(folder / "data" / "dict.txt")]
+    words += ["--text", str(folder / "text.txt"), "--json", "manifest.json"]
+    assert main(words) == 0 and json.loads((tmp_path / "manifest.json").read_text())["tokens"] == 219
+    assert main([*words, str(tmp_path)]) == 1
+    assert "--json manifest.json is a file that this command reads" in capsys.readouterr().err
+
+
 def test_a_byte_order_mark_is_no_text(folder, evaluate, tmp_path):
     (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf" + (folder / "text.txt").read_bytes())
     found = [evaluate("smlp_tiny", "--text", path)[0] for path in (folder / "text.txt", tmp_path / "marked.txt")]
@@ -169,6 +183,30 @@ def test_only_what_was_scored_is_counted(folder, evaluate):
     assert "19 of 219 tokens are not scored: 19 are in lines longer than the context of 12 or empty ones\n" in printed
     _, printed = evaluate("smlp_partial_tiny", "--limit-tokens", 30, "--context-window", 3)
     assert "--limit-tokens 30 ends the text, and the first 3 positions of the text choose experts\n" in printed
+
+
+@pytest.mark.parametrize("has_start", [0, 1])
+def test_reasons_for_tokens_that_are_not_scored_are_true(has_start):
+    """Of a model with a prefix of 3 positions, whose samples may begin with <s>."""
+    config = SimpleNamespace(max_tokens=12, prefix_tokens=3)
+    model = SimpleNamespace(decoder=SimpleNamespace(config=config), start_token=0 if has_start else 2)
+
+    def samples(lengths, mode, window):
+        stream = BinarizedTokens(np.full(sum(lengths), 5), np.array(lengths, dtype=np.int32))
+        options = {"tokens_per_sample": None, "sample_break_mode": mode, "context_window": window}
+        args = Namespace(**options, limit_tokens=None, parity=False)
+        found, reasons = _samples(args, model, EvaluationText("text", stream, None))
+        return len(stream.tokens) - found.num_scored, reasons
+
+    first = 3 - has_start
+    num_lost, (reason,) = samples([50], "none", 0)
+    assert num_lost > first and f"--context-window 3 all tokens but the first {first} of the text are" in reason
+    assert samples([50], "none", 3) == (first, ["the first 3 positions of the text choose experts"])
+    for window in (0, 3):
+        num_lost, reasons = samples([11] * 5, "eos", window)
+        assert num_lost > first and reasons == ["the first 3 positions of each input choose experts"]
+    _, reasons = samples([12, 3, 13], "eos", 0)
+    assert reasons[0] == f"{13 + 12 * has_start} are in lines longer than the context of {12 - has_start}"
 
 
 @pytest.mark.parametrize("arch", ["smlp_tiny", "smlp_partial_tiny"])
