@@ -124,6 +124,17 @@ def test_a_wide_beam_finds_what_trying_everything_finds():
     assert len(narrow) == 2 and all(tuple(text.tokens) in scored for text in narrow)
 
 
+@pytest.mark.parametrize("arch", ["gmlp_lm", "smlp_partial"])
+def test_an_empty_prompt_is_not_answered_with_the_end_alone(arch):
+    """Nor where it is filled; a prompt that is filled may be."""
+    num_sparse = int(arch == "smlp_partial")
+    core = randomise(smlp.build(arch, vocab_size=24, num_sparse_layers=num_sparse, **SMALL)).eval()
+    end = core.embedding.weight.data[EOS]
+    core.norm.bias.data = 9 * end / end.dot(end)
+    (empty,), (given,) = beam_search(core, [[2], [2, 5]], Limits(4, end=EOS), BeamSearch(1), fill=2)
+    assert len(empty.tokens) > 1 and given.tokens == [EOS]
+
+
 def test_the_context_ends_texts_or_refuses_them():
     core = make("gmlp_lm")
     prompt = [2, 5, 6, 7, 8, 9, 10, 11]

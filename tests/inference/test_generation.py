@@ -7,6 +7,7 @@ import torch
 import smlp
 from smlp.evaluation.leak import randomise
 from smlp.inference.generation import Limits, Sampling, beam_search, generate, method_of
+from smlp.inference.generation.prompts import ready_prompts
 from smlp.inference.generation.sampled import choose, penalise
 
 
@@ -34,6 +35,22 @@ def test_the_context_can_be_filled_to_the_last_token(model):
 def test_past_the_context_is_an_error_before_anything_is_written(model):
     with pytest.raises(smlp.UserError, match=r"4 prompt tokens.*14 new ones need 17 positions.*max_tokens=16"):
         generate(model, [2, 5, 6, 7], 14)
+
+
+def test_a_prompt_that_leaves_less_room_than_texts_must_have_is_refused_with_what_helps(model):
+    def refusal(num_tokens, **limits):
+        with pytest.raises(smlp.UserError) as raised:
+            ready_prompts(model.config, [[5] * num_tokens], Limits(**limits))
+        return str(raised.value)
+
+    start = (
+        "{} prompt tokens (start symbol included) and {} new ones need {} positions, but the model has max_tokens=16: "
+    )
+    said = refusal(10, max_tokens=20, min_tokens=8, end=2, when_full="stop")
+    assert said == start.format(10, 8, 17) + "lower min_tokens=8, give a shorter prompt, or allow sliding"
+    assert refusal(17, when_full="stop") == start.format(17, 1, 17) + "give a shorter prompt, or allow sliding"
+    asked = start.format(10, 8, 17) + "ask for fewer tokens, let texts stop there, or allow sliding"
+    assert refusal(10, max_tokens=8) == asked
 
 
 def test_sliding_goes_on_from_the_later_half(model):

@@ -150,7 +150,7 @@ def _candidates(
             end = log_probs_WV[place, limits.end].clone()
             log_probs_WV[place] = -torch.inf
             log_probs_WV[place, limits.end] = end
-        elif num_new < limits.min_tokens or num_new + len(prompt.tokens) == 1:
+        elif num_new < limits.min_tokens or (prompt.is_empty and num_new == 0):
             log_probs_WV[place, limits.end] = -torch.inf
     best = log_probs_WV.topk(min(2 * beam.size, log_probs_WV.size(1)), dim=1)
     found = {}

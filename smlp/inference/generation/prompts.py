@@ -56,6 +56,8 @@ class Prompt:
     finish: str
     #: tokens that were cut from its beginning
     num_cut: int = 0
+    #: whether it was the start symbol alone, before it was padded
+    is_empty: bool = False
 
 
 def ready_prompts(
@@ -86,22 +88,27 @@ def ready_prompts(
     ready = []
     for number, prompt in enumerate(prompts, start=1):
         where = "" if len(prompts) == 1 else f"prompt {number}: "
-        tokens = _filled(config, _ids(config, prompt, where), fill, where)
+        given = _ids(config, prompt, where)
+        tokens = _filled(config, given, fill, where)
         if limits.when_full == "slide":
             kept = tokens[-config.max_tokens :]
             ready.append(Prompt(kept, limits.max_tokens, "length", len(tokens) - len(kept)))
             continue
         room = config.max_tokens - len(tokens) + (0 if reads_last else 1)
-        if room < (limits.max_tokens if limits.when_full == "refuse" else max(limits.min_tokens, 1)):
+        least = limits.max_tokens if limits.when_full == "refuse" else max(limits.min_tokens, 1)
+        if room < least:
+            advice = "ask for fewer tokens, "
+            if limits.when_full == "stop":
+                advice = "" if least == 1 else f"lower min_tokens={least}, "
+            can_stop = limits.when_full == "refuse" and not reads_last and room >= 1
+            advice += "let texts stop there" if can_stop else "give a shorter prompt"
             raise UserError(
-                f"{where}{len(tokens)} prompt tokens (start symbol included) and {limits.max_tokens} new ones need "
-                f"{limits.max_tokens + config.max_tokens - room} positions, but the model has "
-                f"max_tokens={config.max_tokens}: ask for fewer tokens, "
-                + ("give a shorter prompt" if reads_last or room < 1 else "let texts stop there")
-                + ("" if reads_last else ", or allow sliding")
+                f"{where}{len(tokens)} prompt tokens (start symbol included) and {least} new ones need "
+                f"{least + config.max_tokens - room} positions, but the model has max_tokens={config.max_tokens}: "
+                + (advice if reads_last else f"{advice}, or allow sliding")
             )
         finish = "context" if room < limits.max_tokens else "length"
-        ready.append(Prompt(tokens, min(room, limits.max_tokens), finish))
+        ready.append(Prompt(tokens, min(room, limits.max_tokens), finish, is_empty=len(given) == 1))
     return ready
 
 
