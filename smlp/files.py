@@ -140,9 +140,13 @@ def text_of(content: bytes, encoding: str = "utf-8") -> str:
     """Return the text in the content of a file, with every kind of line end as ``\\n``.
 
     Raises:
-        UnicodeDecodeError: it is in another encoding.
+        UnicodeDecodeError: it is in another encoding; the error says where in the content.
     """
-    return io.StringIO(content.decode(encoding), newline=None).read()
+    try:
+        return io.StringIO(content.decode(encoding), newline=None).read()
+    except UnicodeDecodeError as error:
+        mark = len(content) - len(error.object)  # utf-8-sig counts from the end of a byte-order mark
+        raise UnicodeDecodeError(encoding, content, error.start + mark, error.end + mark, error.reason) from None
 
 
 def number_of(text: str) -> float:

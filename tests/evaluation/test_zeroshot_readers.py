@@ -287,6 +287,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "val.jsonl").write_bytes(b'{"premise": "\xff"}\n')
     with pytest.raises(UserError, match="is not UTF-8: byte 13"):
         read("copa", tmp_path)
+    (tmp_path / "val.jsonl").write_bytes(b'\xef\xbb\xbf{"premise": "\xff"}\n')
+    with pytest.raises(UserError, match="is not UTF-8: byte 16"):
+        read("copa", tmp_path)
     (tmp_path / "val.jsonl").write_text("\n")
     with pytest.raises(UserError, match="has no records"):
         read("copa", tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import zlib
 from collections.abc import Collection, Iterator, Sequence
@@ -99,7 +98,7 @@ def read_text(path: Path) -> str:
     """
     try:
         if path.suffix == _GZIP:
-            return io.StringIO(_decompressed(path).decode("utf-8-sig"), newline=None).read()
+            return files.text_of(_decompressed(path), "utf-8-sig")
         return files.read_text(path, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: byte {error.start} cannot be read") from None
