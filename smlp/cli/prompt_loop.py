@@ -78,6 +78,7 @@ class PromptLoop:
         return {
             **{name: str(value) for name, value in dataclasses.asdict(self._writer.method).items()},
             "max_tokens": str(limits.max_tokens),
+            "min_tokens": str(limits.min_tokens),
             "stop_at_eos": "off" if limits.end is None else "on",
             "stop": ", ".join(map(repr, stops)) or "nothing",
         }
@@ -91,10 +92,11 @@ class PromptLoop:
             if value not in _SWITCH:
                 raise UserError(f"stop_at_eos is on or off, not {value!r}")
             end = writer.tokenizer.vocabulary.eos if _SWITCH[value] else None
-            limits = dataclasses.replace(writer.limits, end=end, min_tokens=0)
+            least = writer.limits.min_tokens if _SWITCH[value] else 0
+            limits = dataclasses.replace(writer.limits, end=end, min_tokens=least)
             self._writer = dataclasses.replace(writer, limits=limits)
-        elif name == "max_tokens":
-            limits = dataclasses.replace(writer.limits, max_tokens=_number(name, "int", value))
+        elif name in ("max_tokens", "min_tokens"):
+            limits = dataclasses.replace(writer.limits, **{name: _number(name, "int", value)})
             self._writer = dataclasses.replace(writer, limits=limits)
         elif name in kinds:
             method = dataclasses.replace(writer.method, **{name: _number(name, kinds[name], value)})
