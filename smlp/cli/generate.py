@@ -67,11 +67,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--when-full",
         choices=("refuse", "stop", "slide"),
         help="if a text needs more than the model's context: refuse it before anything is written (default), stop "
-        "there, or forget the earlier half and continue (the beginning of a longer prompt is not read)",
+        "there (default with --interactive), or forget the earlier half and continue (the beginning of a longer prompt "
+        "is not read)",
     )
     length.add_argument("--slide", action="store_true", help="the same as --when-full slide")
     length.add_argument(
-        "--fill-prefix", action="store_true", help="sMLP-partial: put </s> before prompts shorter than its prefix"
+        "--fill-prefix",
+        action="store_true",
+        help="sMLP-partial: put start symbols before prompts shorter than its prefix",
     )
 
     drawing = parser.add_argument_group("sampling")
@@ -184,7 +187,9 @@ def _say_what_is_cut(writer: TextWriter, prompts: Sequence[str]) -> None:
     if not cut:
         return
     number, count = max(cut, key=lambda pair: pair[1])
-    which = "the prompt" if len(prompts) == 1 else f"{len(cut)} of {len(prompts)} prompts, at most prompt {number + 1}:"
+    which = "the prompt"
+    if len(prompts) > 1:
+        which = f"{len(cut)} of {len(prompts)} prompts; the longest is prompt {number + 1}"
     print(
         f"the model's context of {writer.decoder.config.max_tokens} tokens is too short for {which}: of its "
         f"{len(tokens[number])} tokens (start symbol included), the first {count} are not read",
@@ -202,7 +207,7 @@ def _write_as_it_comes(writer: TextWriter, prompt: str) -> None:
 
 
 def _write_file(args: argparse.Namespace, writer: TextWriter, prompts: Sequence[str], batch_size: int) -> None:
-    from smlp.cli.json_file import json_lines
+    from smlp.cli.json_file import STDOUT, json_lines
 
     # read prompts first, so that one that does not fit is refused before the file is touched
     texts = writer.continuations(prompts, batch_size)
@@ -214,7 +219,7 @@ def _write_file(args: argparse.Namespace, writer: TextWriter, prompts: Sequence[
                 write(_record(continuation, settings))
                 num_texts, num_tokens = num_texts + 1, num_tokens + len(continuation.tokens)
     seconds = time.perf_counter() - start
-    if args.output != "-":
+    if args.output not in STDOUT:
         print(
             f"{args.output}: {num_texts} texts for {len(prompts)} prompts, {num_tokens:,} tokens in {seconds:.1f} s "
             f"({num_tokens / seconds:,.0f} tokens/s)"

@@ -21,7 +21,7 @@ _PIPES: dict[str, int] = {}
 #: bytes of a file that are looked at
 _LONGEST_BEGINNING = 1 << 24
 #: standard output, which is a stream even where it goes to a file
-_STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 #: the first two keys of reports, and of lines
 _REPORTS = {
     *(("checkpoint", "text"), ("checkpoint", "arch"), ("checkpoint", "model"), ("run", "state")),
@@ -70,7 +70,7 @@ def json_lines(option: str, path: str) -> Iterator[Callable[[Any], None]]:
     Raises:
         UserError: as :func:`write_json`.
     """
-    if path in _STDOUT:
+    if path in STDOUT:
         yield lambda row: print(_line(row), end="", flush=True)
         return
     check_output(option, path)
@@ -107,7 +107,7 @@ def check_output(option: str, path: str) -> None:
     Raises:
         UserError: it cannot, or the file holds something else; the message names the file.
     """
-    if path in _STDOUT:
+    if path in STDOUT:
         return
     with _naming(option, path):
         if Path(path).is_dir():
@@ -187,7 +187,7 @@ def _is_same_file(one: Path, other: Path) -> bool:
 def remove_outputs(*paths: str | None) -> None:
     """Remove older results when the work begins, so that they cannot be taken for those of this command."""
     for path in map(Path, filter(None, paths)):
-        if path.is_file() and str(path) not in _STDOUT:
+        if path.is_file() and str(path) not in STDOUT:
             try:
                 os.truncate(path, 0) if path.is_symlink() else path.unlink()
             except OSError as error:
@@ -210,7 +210,7 @@ def _plain(value: Any) -> Any:
 
 def _write(option: str, path: str, text: str) -> None:
     with _naming(option, path):
-        if path in _STDOUT:
+        if path in STDOUT:
             print(text, end="", flush=True)
         elif os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):  # streams cannot be replaced
             Path(path).write_text(text, encoding="utf-8")

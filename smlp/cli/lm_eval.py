@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import sys
 from pathlib import Path
 
-from smlp.cli.json_file import check_outputs, remove_outputs, write_json, write_json_lines
+from smlp.cli.json_file import STDOUT, check_outputs, remove_outputs, write_json, write_json_lines
 from smlp.cli.numbers import whole
 from smlp.cli.options import add_model_options, add_scoring_options, add_team_options, as_team, load_model
 from smlp.cli.zeroshot import check_tasks_kept
@@ -41,7 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--num-fewshot", **whole(0), metavar="K", help="solved examples (default: the task's own number)"
     )
     add_scoring_options(parser)
-    parser.add_argument("--output", metavar="FILE", help="write every record with its answers, as JSONL")
+    parser.add_argument(
+        "--output", metavar="FILE", help="write every record with its answers, as JSONL ('-' for standard output)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results here too")
     add_team_options(parser)
 
@@ -109,7 +113,8 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
             "num_without_token": found["num_without_token"],
         }
         write_json(args.json, {"settings": settings, "results": found["results"], "versions": found["versions"]})
-    print(make_table(found))
+    say = functools.partial(print, file=sys.stderr if args.output in STDOUT else sys.stdout)
+    say(make_table(found))
     for count, what in (
         (found["num_truncated"], "records had their context cut on the left"),
         (
@@ -119,13 +124,13 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
         (found["num_without_token"], "continuations add no token to their context: their log-probability is 0"),
     ):
         if count:
-            print(f"{count} {what}")
+            say(f"{count} {what}")
     for counts, what in (
         (found["num_skipped"], "are left out: the model's context cannot hold them"),
         (found["num_repeated"], "appear in the file again with the same id and are counted once"),
     ):
         for task, count in counts.items():
-            print(f"{task}: {count} records {what}")
+            say(f"{task}: {count} records {what}")
     if args.output:
-        print(f"{len(rows)} records in {args.output}")
+        say(f"{len(rows)} records in {args.output}")
     return 0

@@ -200,7 +200,9 @@ def add_scoring_options(parser: argparse.ArgumentParser) -> None:
         "--newline", choices=NEWLINES, default="eos", help="what a line break becomes (default: </s>, as in training)"
     )
     parser.add_argument(
-        "--fill-prefix", action="store_true", help="sMLP-partial: put </s> before prompts shorter than its prefix"
+        "--fill-prefix",
+        action="store_true",
+        help="sMLP-partial: put start symbols before prompts shorter than its prefix",
     )
     parser.add_argument(
         "--batch-tokens", **whole(), default=8192, metavar="N", help="positions in a batch (default: %(default)s)"

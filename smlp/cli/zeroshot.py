@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smlp.cli.json_file import check_not_read, check_outputs, remove_outputs, write_json, write_json_lines
+from smlp.cli.json_file import STDOUT, check_not_read, check_outputs, remove_outputs, write_json, write_json_lines
 from smlp.cli.numbers import whole
 from smlp.cli.options import (
     add_model_options,
@@ -68,8 +68,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="write every record with its candidates' scores, as JSONL; until then, scores are kept in FILE.partial, "
-        "from which the same command resumes",
+        help="write every record with its candidates' scores, as JSONL ('-' for standard output); until then, scores "
+        "are kept in FILE.partial, from which the same command resumes",
     )
     parser.add_argument("--json", metavar="FILE", help="write the report here too")
     add_team_options(parser)
@@ -179,9 +179,10 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     if args.json:
         write_json(args.json, {"settings": settings, "tasks": summaries, "average": average(summaries)})
     described = ", ".join(f"{name} {value}" for name, value in settings.items() if name not in _NOT_PRINTED)
-    print(f"{args.path}: {described}\n\n{table(summaries)}\n\n{table_6(summaries, Path(args.path).name)}")
+    shown = sys.stderr if args.output in STDOUT else sys.stdout
+    print(f"{args.path}: {described}\n\n{table(summaries)}\n\n{table_6(summaries, Path(args.path).name)}", file=shown)
     if args.output:
-        print(f"\n{len(rows)} records in {args.output}")
+        print(f"\n{len(rows)} records in {args.output}", file=shown)
     if kept is not None:
         kept.remove()
     return 0
@@ -190,10 +191,10 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
 def _kept_scores(
     args: argparse.Namespace, settings: dict[str, Any], model: LanguageModel, tasks: list[Task], team: Team
 ) -> PartialScores | None:
-    """Return the scores of an interrupted run with the same output; None without an output."""
+    """Return the scores of an interrupted run with the same output; None without an output, or to a stream."""
     from smlp.evaluation.zeroshot.partial import PartialScores, digest_of, partial_path, weights_digest
 
-    if not args.output or (Path(args.output).exists() and not Path(args.output).is_file()):
+    if not args.output or args.output in STDOUT or (Path(args.output).exists() and not Path(args.output).is_file()):
         return None
     pins, weights = {}, weights_digest(model.decoder) if team.is_first or args.spread_experts else None
     if args.spread_experts:

@@ -55,6 +55,8 @@ def test_json_lines_say_everything(path, lm, prompts, tmp_path, capsys):
     tokens = sum(row["num_tokens"] for row in rows)
     assert f"{output}: 12 texts for 4 prompts, {tokens} tokens in" in printed
 
+    assert main([*command[:-1], "/dev/stdout"]) == 0
+    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 4  # and nothing else
     assert main([*command[:-1], "-", "--beam", "3"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["prompt"] for row in rows] == ["the s1", "a o2 and the s2", "", "the"]
@@ -172,6 +174,9 @@ def test_marks_and_ends_of_lines_are_no_prompt(path, tmp_path, capsys):
     assert main(command) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["prompt"] for row in rows] == ["the s1", "the", "a o2"]
+    (tmp_path / "prompts").write_bytes(b"\xef\xbb\xbfone\n\xfftwo\n")
+    assert main(command) == 1
+    assert "prompts is not UTF-8 text: line 2, byte 7" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--temperature", "1e-30"], ["--temperature", "1e30"], ["--beam", "13"]])
@@ -222,7 +227,9 @@ def test_what_slides_out_of_a_prompt_is_said(path, prompts, capsys):
         file.write("the " * 13 + "\n" + "the " * 20 + "\n")
     assert main([*command, "--file", prompts, "--output", "-"]) == 0
     captured = capsys.readouterr()
-    assert said.format("2 of 6 prompts, at most prompt 6:", 21, 9) in captured.err and captured.err.count("\n") == 1
+    assert (
+        said.format("2 of 6 prompts; the longest is prompt 6", 21, 9) in captured.err and captured.err.count("\n") == 1
+    )
     rows = [json.loads(line) for line in captured.out.splitlines()]
     assert [row["num_cut_tokens"] for row in rows] == [0, 0, 0, 0, 2, 9]
     assert main([*command, "--prompt", "the"]) == 0
@@ -260,6 +267,21 @@ def test_commands(path, monkeypatch, capsys):
     assert "stop_at_eos on" in said[7] and "stop 'o1 \\n'" in said[8] and "stop nothing" in said[9]
     for answer, word in zip(said[10:14], ["/dance", "'height'", "'many'", "top_p must be in"], strict=True):
         assert word in answer and answer.count("\n") == 1
+
+
+def test_the_fewest_tokens_are_shown_and_kept(path, monkeypatch, capsys):
+    lines = [
+        "/set stop_at_eos on",
+        "/set max_tokens 3",
+        "/set min_tokens 2",
+        "/set max_tokens 3",
+        "/set stop_at_eos off",
+    ]
+    options = ["--stop-at-eos", "--min-tokens", "4", "--max-tokens", "5"]
+    said = talk(path, lines, *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert "max_tokens 5, min_tokens 4, stop_at_eos on" in said[0]
+    assert "min_tokens must be between 0 and max_tokens=3, got 4" in said[1]
+    assert "max_tokens 3, min_tokens 2" in said[3] and "min_tokens 0, stop_at_eos off" in said[4]
 
 
 def test_a_full_context_forgets_the_earlier_half(path, monkeypatch, capsys):

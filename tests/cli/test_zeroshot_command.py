@@ -248,6 +248,18 @@ def test_a_run_that_was_stopped_is_not_resumed_as_another(model, data, tmp_path,
         refused(words=["is damaged, or not a file of scores"])
 
 
+def test_records_on_standard_output_are_nothing_else(model, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for stream in ("-", "/dev/stdout"):
+        assert zeroshot(model[0], data, "--tasks", "copa", "--output", stream) == 0
+        captured = capsys.readouterr()
+        assert len([json.loads(line) for line in captured.out.splitlines()]) == 6 and "95 % interval" in captured.err
+    with monkeypatch.context() as patch:
+        Stopped(patch, after=0)
+        assert zeroshot(model[0], data, "--tasks", "copa", "--output", "-") == 130
+    assert not list(tmp_path.iterdir())
+
+
 def test_progress_in_a_log_is_a_line_now_and_then(model, data, capsys, monkeypatch):
     monkeypatch.setattr(progress, "LOG_SECONDS", 0)
     assert zeroshot(model[0], data, "--tasks", "copa,piqa") == 0

@@ -65,6 +65,12 @@ def test_the_six_tasks_agree_with_the_harness(path, harness, data, tmp_path):
             assert [response[0] for response in sample["filtered_resps"]] == pytest.approx(scores, abs=1e-4)
 
 
+def test_records_on_standard_output_are_nothing_else(path, data, capsys):
+    assert lm_eval(path, "--tasks", "copa", "--data-dir", data, "--output", "-") == 0
+    captured = capsys.readouterr()
+    assert len([json.loads(line) for line in captured.out.splitlines()]) == 6 and "|copa" in captured.err
+
+
 def test_half_precision(path, data, tmp_path):
     found = {}
     for dtype in ("fp32", "bf16"):
