@@ -14,11 +14,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
 
 from smlp.config.registration import call_problem
+from smlp.config.settings import require
 from smlp.errors import NaNError, UserError
 from smlp.moe.layer import TokenMoE
 from smlp.moe.plan import RoutingPlan
@@ -40,7 +42,7 @@ class LeakReport:
     largest_change: float
     #: largest absolute logit; rounding errors scale with it
     largest_logit: float
-    #: t at which it was found; 0 where the other sequences were replaced
+    #: t at which it was found; 0 where the other sequences were replaced, or nothing changed
     position: int
     #: share of unchanged earlier tokens that went to other experts, over all token-routed layers and all t
     rerouted: float
@@ -86,20 +88,28 @@ def leak_test(
         seed: of the random tokens.
 
     Raises:
-        UserError: there is no position to test, one is outside the context, the rounding error of a type is unknown, or
-            logits are not finite.
+        UserError: there is no position, sequence or type to test, a position is outside the context, the rounding error
+            of a type is unknown, a number is no whole one, or logits are not finite.
     """
     if getattr(getattr(decoder, "config", None), "is_bidirectional", True):  # also of a compiled one
         raise UserError(f"a leak test takes a decoder, such as load_pretrained(PATH).decoder, got {decoder!r:.80}")
     config = decoder.config
+    dtypes = list(dtypes)
+    require(bool(dtypes), f"a leak test needs at least one type of {', '.join(map(str, TOLERANCE))}")
     for dtype in dtypes:
         if dtype not in TOLERANCE:
             raise UserError(f"a leak test cannot run in {dtype}, only in {', '.join(map(str, TOLERANCE))}")
-    positions = default_positions(config.max_tokens) if positions is None else positions
+    try:
+        positions = default_positions(config.max_tokens) if positions is None else list(map(index, positions))
+        num_seqs, seed = index(num_seqs), index(seed)
+    except TypeError as error:
+        raise UserError(f"positions, num_seqs and seed of a leak test must be whole numbers ({error})") from None
+    require(num_seqs >= 1, f"a leak test needs num_seqs of at least 1, got {num_seqs}")
+    require(-(2**63) <= seed < 2**64, f"seed must be at least -2**63 and below 2**64, got {seed}")
     if not positions or not all(0 < position < config.max_tokens for position in positions):
         raise UserError(
             f"a leak test needs positions between 1 and {config.max_tokens - 1} in a context of {config.max_tokens} "
-            f"tokens, got {list(positions)}"
+            f"tokens, got {positions}"
         )
     generator = torch.Generator().manual_seed(seed)
     shape = (num_seqs, config.max_tokens)

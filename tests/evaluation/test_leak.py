@@ -183,6 +183,29 @@ def test_where_every_logit_is_nan_no_leak_can_be_seen():
         leak_test(model)
 
 
+def test_positions_may_come_from_a_generator():
+    model = randomise(smlp.build("smlp_leaky_tiny", **NARROW))
+    reports = leak_test(model, (dtype for dtype in (torch.float32,)), (position for position in (12, 23)))
+    assert len(reports) == 3 and all(report.leaks for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"positions": iter(())}, r"needs positions between 1 and 23 in a context of 24 tokens, got \[\]"),
+        ({"positions": [1.5]}, "must be whole numbers"),
+        ({"positions": 5}, "must be whole numbers"),
+        ({"num_seqs": 1.5}, "must be whole numbers"),
+        ({"num_seqs": 0}, "num_seqs of at least 1, got 0"),
+        ({"seed": 2**70}, r"below 2\*\*64, got 1180591620717411303424"),
+        ({"dtypes": []}, "needs at least one type of torch.float64, "),
+    ],
+)
+def test_what_a_leak_test_cannot_use_is_named(options, words):
+    with pytest.raises(smlp.UserError, match=words):
+        leak_test(smlp.build("gmlp_lm_tiny", **NARROW), **options)
+
+
 def test_only_decoders_can_leak():
     with pytest.raises(smlp.UserError, match=r"a leak test takes a decoder, such as .*, got None"):
         leak_test(None)
