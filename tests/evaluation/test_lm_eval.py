@@ -166,6 +166,17 @@ def test_a_continuation_without_a_token_is_certain_and_counted(harness):
     first, second = harness.loglikelihood(asked, disable_tqdm=True)
     assert first == (0.0, True) and second == harness.loglikelihood(asked[1:], disable_tqdm=True)[0]
     assert harness.num_without_token == before + 1
+    # an empty one too, unless white space of the context belongs to it
+    asked = [request("loglikelihood", "w1", ""), request("loglikelihood", "w1\n", "", number=1)]
+    first, (second, _) = harness.loglikelihood(asked, disable_tqdm=True)
+    assert first == (0.0, True) and harness.num_without_token == before + 2
+    assert second == pytest.approx(forward_sum(harness.lm.decoder, [2, *harness.tok_encode("w1")], [2]), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["device", "dictionary", "tokenizer"])
+def test_what_a_loaded_model_has_already_is_refused(harness, name):
+    with pytest.raises(UserError, match=f"{name}='nonsense' has no effect on a model that is loaded: leave it out"):
+        HarnessModel(harness.lm, **{name: "nonsense"})
 
 
 @pytest.mark.parametrize("length", [7, 60, 61, 150])

@@ -65,7 +65,7 @@ class HarnessModel(TemplateLM):
         batch_tokens: positions in a batch.
         newline: what a line break becomes, ``eos`` (as in training) or ``space``.
         fill_prefix: put start symbols before prompts shorter than the prefix of a model with partial routing.
-        device: torch device.
+        device: torch device, for a checkpoint.
         dictionary, tokenizer: if they are not found next to the checkpoint.
         team: ranks among which the harness shares its records.
         batch_size, max_batch_size: of the harness's command line; ignored.
@@ -106,7 +106,11 @@ class HarnessModel(TemplateLM):
         team = team or Team()
         if device == "cuda:0" and not torch.cuda.is_available():
             device = None  # the harness's command line asks for it unless told otherwise
-        if not isinstance(path, LanguageModel):
+        if isinstance(path, LanguageModel):
+            for name, value in (("device", device), ("dictionary", dictionary), ("tokenizer", tokenizer)):
+                if value is not None:
+                    raise UserError(f"{name}={value!r:.40} has no effect on a model that is loaded: leave it out")
+        else:
             path = load_language_model(path, dictionary, tokenizer, mapped=True, what="the harness").to(
                 team.device(device)
             )
@@ -176,8 +180,6 @@ class HarnessModel(TemplateLM):
 
         White space at the end of the context belongs to the continuation, as in the harness's ``TemplateLM``.
         """
-        if continuation == "":
-            return None
         kept = context.rstrip()
         try:
             return self._encoding.pair(kept, context[len(kept) :] + continuation)
