@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -65,6 +66,7 @@ def write_folder(
         raise UserError(f"{folder} is a link or the current folder, which a new one cannot replace: give another")
     files = text_files(checkpoint, dictionary, tokenizer)
     symbols = tokenizer_of(checkpoint, dictionary, tokenizer).vocabulary
+    new_parents = [parent for parent in folder.parents if not parent.exists()]  # the innermost first
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -90,6 +92,9 @@ def write_folder(
         os.replace(made, folder)
     except BaseException as error:
         shutil.rmtree(made, ignore_errors=True)
+        with contextlib.suppress(OSError):  # where others have written meanwhile
+            for parent in new_parents:
+                parent.rmdir()
         # tokenizers has no class for its errors
         if isinstance(error, safetensors.SafetensorError) or (type(error) is Exception and "os error" in str(error)):
             raise UserError(f"{folder} cannot be written: {error}") from error

@@ -288,8 +288,9 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     ):
         with monkeypatch.context() as full:
             full.setattr(kind, method, lambda self, *args, error=error, **kw: raises(error(self)))
-            words = refused(capsys, "export", path, tmp_path / "full", "--hf", "--dict", tmp_path / "dict.txt")
-            assert f"{tmp_path / 'full'} cannot be written: no space left" in words
+            inside = tmp_path / "full" / "of" / "parents"
+            words = refused(capsys, "export", path, inside, "--hf", "--dict", tmp_path / "dict.txt")
+            assert f"{inside} cannot be written: no space left" in words
             assert not [name for name in os.listdir(tmp_path) if "full" in name]
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "whoever may read one file may read all"
     (back := tmp_path / "back").mkdir()
