@@ -315,17 +315,33 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
                 )
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
-    def _prepare_generated_length(self, *args: Any, input_ids_length: int, **kwargs: Any) -> GenerationConfig:
-        """Limit texts to the context: pipelines ask for 256 tokens by default."""
-        most = self.core.config.max_tokens + 1  # the last token is not read
-        if input_ids_length >= most:
+    def _prepare_generated_length(
+        self,
+        generation_config: GenerationConfig,
+        has_default_max_length: bool,
+        *args: Any,
+        input_ids_length: int,
+        inputs_tensor: Tensor,
+        **kwargs: Any,
+    ) -> GenerationConfig:
+        """Limit texts to the context: pipelines ask for 256 tokens by default. All end where the longest has to."""
+        context, num_padded, asked = self.core.config.max_tokens, 0, generation_config.max_length
+        if (padding := generation_config._pad_token_tensor) is not None:  # what stands before all prompts
+            num_padded = int((inputs_tensor == padding).all(dim=0).cumprod(dim=0).sum())
+        if input_ids_length - num_padded > context:
             raise ValueError(
-                f"a prompt of {input_ids_length} tokens (start symbol included) is longer than the model's context of "
-                f"{most - 1} tokens"
+                f"a prompt of {input_ids_length - num_padded} tokens (start symbol included) is longer than the "
+                f"model's context of {context} tokens"
             )
-        generation_config = super()._prepare_generated_length(*args, input_ids_length=input_ids_length, **kwargs)
+        lengths = {"input_ids_length": input_ids_length, "inputs_tensor": inputs_tensor}
+        super()._prepare_generated_length(generation_config, has_default_max_length, *args, **lengths, **kwargs)
+        if has_default_max_length and generation_config.max_new_tokens is None:  # transformers counts padding
+            generation_config.max_length = min(asked + input_ids_length, context + num_padded)
+        most = num_padded + context + 1  # the last token is not read
         if generation_config.max_length > most:
-            logger.warning_once(f"texts end at the end of the model's context of {most - 1} tokens")
+            logger.warning_once(
+                f"texts end at the end of the model's context of {context} tokens, those of a batch with its longest"
+            )
             generation_config.max_length = most
         return generation_config
 

@@ -202,6 +202,17 @@ def test_texts_end_where_the_context_does(plain):
     assert plain.generate(random_tokens(1, 5), **{**WRITE, "max_new_tokens": 256}).shape == (1, 13)
 
 
+@pytest.mark.parametrize("options", [{"max_new_tokens": 2}, {"max_new_tokens": 256}, {"max_new_tokens": None}])
+def test_padding_before_all_prompts_takes_no_room(plain, options):
+    """As a tokenizer writes it that pads to a fixed length."""
+    tokens, options = random_tokens(2, 10), {**WRITE, **options}
+    tokens[1, 0] = 1  # the shorter prompt's own
+    alone = plain.generate(tokens, attention_mask=(tokens != 1).long(), **options)
+    padded = torch.cat([torch.ones(2, 6, dtype=torch.long), tokens], 1)
+    found = plain.generate(padded, attention_mask=(padded != 1).long(), **options)
+    assert alone.size(1) > 10 and torch.equal(found[:, 6:], alone)
+
+
 def test_masks_that_do_not_fit_are_refused(plain):
     tokens = random_tokens(2, 6)
     mask = torch.ones_like(tokens)
