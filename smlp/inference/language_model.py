@@ -202,7 +202,8 @@ class LanguageModel(nn.Module):
         Raises:
             UserError: a value is out of range, or options cannot be combined.
         """
-        require(fill_prefix in (True, False), f"fill_prefix must be True or False, got {fill_prefix!r}")
+        for name, value in (("fill_prefix", fill_prefix), ("stop_at_eos", stop_at_eos)):
+            require(value in (True, False), f"{name} must be True or False, got {value!r}")
         if method is None:
             method = method_of(**settings)
         elif settings:

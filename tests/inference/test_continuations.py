@@ -156,3 +156,5 @@ def test_a_search_cannot_be_streamed(lm):
         lm.stream("the", 5, num_return=2)
     with pytest.raises(smlp.UserError, match="fill_prefix must be True or False, got 'no'"):
         lm.stream("the", 5, fill_prefix="no")
+    with pytest.raises(smlp.UserError, match="stop_at_eos must be True or False, got 'off'"):
+        lm.stream("the", 5, stop_at_eos="off")

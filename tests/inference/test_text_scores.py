@@ -63,6 +63,8 @@ def test_line_breaks_are_ends_of_lines_everywhere(lm):
 def test_what_cannot_be_scored_is_said(lm, tmp_path):
     with pytest.raises(UserError, match="20 tokens, but the model's context holds 16"):
         lm.score(" ".join(WORDS))
+    with pytest.raises(UserError, match="fill_prefix must be True or False, got 'no'"):
+        lm.score("w1", fill_prefix="no")
     with pytest.raises(UserError, match="adds no token"):
         lm.score(["w1", ""])
     for size in (0, "8"):

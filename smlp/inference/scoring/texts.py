@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from smlp.config import ModelConfig
+from smlp.config.settings import require
 from smlp.errors import UserError
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 
@@ -148,6 +149,9 @@ class Encoding:
     newline: str = "eos"
     #: whether start symbols fill the prefix of a model with partial routing
     fill_prefix: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.fill_prefix in (True, False), f"fill_prefix must be True or False, got {self.fill_prefix!r}")
 
     def pair(self, context: str, continuation: str) -> TokenizedText:
         """Return both texts as ids; see :func:`smlp.inference.scoring.texts.encode_pair`."""
