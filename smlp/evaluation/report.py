@@ -57,7 +57,7 @@ def original_sizes(lines: list[str], stream: BinarizedTokens) -> TextSizes:
 
 
 def decoded_sizes(stream: BinarizedTokens, tokenizer: Tokenizer) -> TextSizes:
-    """Return the sizes of the text that the tokens decode to; a word counts at the token that it starts in.
+    """Return the sizes of the text that the tokens stand for; a word counts at the token that it starts in.
 
     A space other than ASCII's whose bytes lie in several tokens ends no word.
     """
@@ -65,7 +65,7 @@ def decoded_sizes(stream: BinarizedTokens, tokenizer: Tokenizer) -> TextSizes:
     contents = [tokenizer.content(int(token)) for token in ids_V]
     texts = [content.decode("utf-8", "replace") for content in contents]
     bytes_V = np.array([len(content) for content in contents], dtype=np.int64)
-    leading_V = np.array([_leading_space(text) if tokenizer.strips_lines else 0 for text in texts], dtype=np.int64)
+    leading_V = np.array([tokenizer.strips_lines and text.startswith(" ") for text in texts], dtype=np.int64)
     starts_inside_V = np.array([_starts_inside(text) for text in texts], dtype=np.int64)
     begins_with_word_V = np.array([not text[:1].isspace() for text in texts], dtype=bool)
     ends_in_space_V = np.array([text[-1:].isspace() for text in texts], dtype=bool)
@@ -75,15 +75,10 @@ def decoded_sizes(stream: BinarizedTokens, tokenizer: Tokenizer) -> TextSizes:
     after_space_N = line_start_N.copy()
     after_space_N[1:] |= ends_in_space_V[number_N[:-1]]
     is_end_N = stream.tokens == Vocabulary.eos
-    # if the tokenizer strips lines, decoded lines have no leading space
+    # if the tokenizer strips lines, a space that is no part of the text begins each; others are (indentation, say)
     bytes_N = bytes_V[number_N] - leading_V[number_N] * (line_start_N & ~is_end_N)
     words_N = starts_inside_V[number_N] + (begins_with_word_V[number_N] & after_space_N)
     return TextSizes(False, words_N, bytes_N)
-
-
-def _leading_space(text: str) -> int:
-    """Return how many bytes of white space a text begins with."""
-    return len(text[: len(text) - len(text.lstrip())].encode())
 
 
 def _starts_inside(text: str) -> int:

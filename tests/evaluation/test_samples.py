@@ -176,6 +176,16 @@ def test_tokens_stand_for_the_words_and_bytes_that_they_decode_to(tokenizers, ki
         original_sizes(LINES[1:], text)
 
 
+def test_white_space_within_a_line_counts_but_for_the_space_that_begins_it():
+    """Whether indentation is one piece or several, and at the end of a line too."""
+    contents = {2: b"\n", 4: b" ", 5: b"    ", 6: b" foo", 7: b" bar"}
+    tokenizer = types.SimpleNamespace(strips_lines=True, content=contents.__getitem__)
+    lines = [[4, 4, 4, 4, 6, 7, 2], [5, 6, 7, 2], [6, 7, 4, 4, 2]]
+    text = BinarizedTokens(np.concatenate(lines), np.array(list(map(len, lines)), dtype=np.int32))
+    sizes, starts = decoded_sizes(text, tokenizer), np.cumsum(text.lengths) - text.lengths
+    assert np.add.reduceat(sizes.bytes_N, starts).tolist() == [12, 12, 10] and sizes.words_N.sum() == 6
+
+
 def test_documents():
     lengths = [1, 3, 4, 1, 1, 2, 1, 5]
     text = stream(lengths)
