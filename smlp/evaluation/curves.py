@@ -134,6 +134,8 @@ def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[s
     """
     if not 1 <= len(curves) <= len(_COLOURS):
         raise UserError(f"between 1 and {len(_COLOURS)} training curves can be drawn, not {len(curves)}")
+    if not any(curve.train or curve.valid for curve in curves):
+        raise UserError(f"there is no loss to draw: {', '.join(curve.name for curve in curves)} without any point")
     figure = new_figure(9, 5.5, "Training and validation loss")
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 

@@ -119,5 +119,7 @@ def test_picture_shows_every_run_and_baseline(tmp_path):
 
 
 def test_too_many_or_no_runs(tmp_path):
+    with pytest.raises(UserError, match="there is no loss to draw: a, b without any point"):
+        draw_curves([TrainingCurve("a", (), ()), TrainingCurve("b", (), ())], tmp_path / "x.png")
     with pytest.raises(UserError, match="between 1 and 6 training curves can be drawn, not 0"):
         draw_curves([], tmp_path / "x.png")

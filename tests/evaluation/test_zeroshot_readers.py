@@ -297,6 +297,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "valid-labels.lst").write_text("0\n")
     with pytest.raises(UserError, match=r"valid-labels.lst has 1 labels, .*valid.jsonl has 2 records"):
         read("piqa", tmp_path)
+    (tmp_path / "valid-labels.lst").write_text("0\n" + "1" * 5000)
+    with pytest.raises(UserError, match=r"valid-labels.lst, line 2: 'label' must be one of 0, 1, found '1{39}$"):
+        read("piqa", tmp_path)
     (tmp_path / "valid-labels.lst").write_text("0\n7\n")
     with pytest.raises(UserError, match=r"valid-labels.lst, line 2: 'label' must be one of 0, 1, found '7'"):
         read("piqa", tmp_path)

@@ -167,9 +167,9 @@ def label_of(value: Any, allowed: Collection[int], name: str, place: str) -> int
     if value is None or value == "":
         raise UserError(f"{place}: {name!r} is missing: a split without answers cannot be scored")
     text = str(value).strip()
-    number = int(text) if text.isascii() and text.isdecimal() else None
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
     if isinstance(value, bool) or number not in allowed:
-        raise UserError(f"{place}: {name!r} must be one of {', '.join(map(str, sorted(allowed)))}, found {value!r}")
+        raise UserError(f"{place}: {name!r} must be one of {', '.join(map(str, sorted(allowed)))}, found {value!r:.40}")
     return number
 
 
