@@ -149,6 +149,18 @@ def text_of(content: bytes, encoding: str = "utf-8") -> str:
         raise UnicodeDecodeError(encoding, content, error.start + mark, error.end + mark, error.reason) from None
 
 
+def append_whole(file: io.FileIO, content: bytes) -> None:
+    """Write all of the content or nothing of it: a disk that is getting full takes a part without an error."""
+    written = 0
+    try:
+        while written < len(content):
+            written += file.write(content[written:]) or 0
+    except OSError:
+        if file.seekable():
+            file.truncate(file.tell() - written)
+        raise
+
+
 def number_of(text: str) -> float:
     """Return the number that a text of a user's file is, NaN if it is none; unlike Python, without 1_000 and ``१``."""
     try:

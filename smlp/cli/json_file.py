@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
-from smlp.files import write_whole
+from smlp.files import append_whole, write_whole
 
 #: pipes kept open until the process ends, so that their readers wait for the result
 _PIPES: dict[str, int] = {}
@@ -81,22 +80,10 @@ def json_lines(option: str, path: str) -> Iterator[Callable[[Any], None]]:
         line = _line(row)
         _check_known(line, _LINES)
         with _naming(option, path):
-            _append(file, line.encode())
+            append_whole(file, line.encode())
 
     with file:
         yield write
-
-
-def _append(file: io.FileIO, line: bytes) -> None:
-    """Write all of a line or nothing of it: a disk that is getting full takes a part without an error."""
-    written = 0
-    try:
-        while written < len(line):
-            written += file.write(line[written:]) or 0
-    except OSError:
-        if file.seekable():
-            file.truncate(file.tell() - written)
-        raise
 
 
 def check_output(option: str, path: str) -> None:

@@ -46,19 +46,27 @@ class RecordsProgress:
 
     def __init__(self, total: int, shown: bool) -> None:
         self.total, self.shown = total, shown
-        self.done, self.start = 0, time.monotonic()
+        self.done, self.known, self.start = 0, 0, time.monotonic()
         self._line = ProgressLine()
 
-    def of(self, task: str) -> Callable[[int], None]:
-        """Return a function that counts records of a task that have been done since its last call."""
+    def of(self, task: str, known: int = 0) -> Callable[[int], None]:
+        """Return a function that counts records of a task that have been done since its last call.
+
+        Args:
+            task: its name.
+            known: records that an earlier run has done, which are no part of the rate.
+        """
+        self.known += known
 
         def count(num_records: int) -> None:
             self.done += num_records
             if self.shown:
-                rate = self.done / max(time.monotonic() - self.start, 1e-9)
-                text = f"{task}: {self.done:,} of {self.total:,} records, {rate:,.1f} a second"
-                self._line.say(text, is_last=self.done == self.total)
+                rate, done = self.done / max(time.monotonic() - self.start, 1e-9), self.done + self.known
+                text = f"{task}: {done:,} of {self.total:,} records, {rate:,.1f} a second"
+                self._line.say(text, is_last=done == self.total)
 
+        if known:
+            count(0)
         return count
 
 

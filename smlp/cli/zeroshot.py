@@ -168,7 +168,8 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     summaries, rows = {}, []
     progress = RecordsProgress(sum(len(task.prepared.examples) for task in tasks), team.is_first)
     for task in tasks:
-        answers = answer_task(task, scorer, args.batch_tokens, team, progress.of(task.name), kept)
+        count = progress.of(task.name, 0 if kept is None else kept.num_records(task.name))
+        answers = answer_task(task, scorer, args.batch_tokens, team, count, kept)
         summaries[task.name] = summarise(task, answers, config.prefix_tokens)
         if team.is_first and args.output:
             rows += json_rows(task, answers, prefix, model.vocabulary.symbols)

@@ -3,8 +3,12 @@
 import json
 import math
 import re
+import resource
 import shutil
+import signal
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from running import run_python
@@ -14,11 +18,14 @@ from zeroshot_data import WORDS, write_tasks
 from smlp.cli import progress
 from smlp.cli.main import main
 from smlp.cli.zeroshot import _SCORING, _TASKS, _TEMPLATES
+from smlp.errors import UserError
+from smlp.evaluation.zeroshot.partial import PartialScores
 from smlp.evaluation.zeroshot.readers import READERS
 from smlp.evaluation.zeroshot.report import TABLE_6
 from smlp.evaluation.zeroshot.rules import RULES
 from smlp.evaluation.zeroshot.templates import TEMPLATES
 from smlp.inference.scoring.candidates import CandidateScorer
+from smlp.launch.team import Team
 from smlp.text.tokenizer import NEWLINES, Vocabulary
 
 SYMBOLS = [*WORDS, ".", "because", "so", ",", "w1:"]
@@ -199,9 +206,11 @@ def test_a_run_that_was_stopped_is_resumed_where_it_was(model, data, tmp_path, c
     partial.write_bytes(b"".join(lines[:-1]) + lines[-1][:-9])  # as a machine that went down may leave it
     capsys.readouterr()
     with monkeypatch.context() as patch:
+        patch.setattr(progress, "LOG_SECONDS", 0)
         second = Stopped(patch)
         assert zeroshot(model[0], data, *command) == 0
-    assert f"{partial}: 6 batches are scored already" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{partial}: 6 batches are scored already" in said and "record: 12 of 12 records, " in said
     assert output.read_bytes() == (once / "answers.jsonl").read_bytes() and json.loads(new_report.read_text()) == report
     with monkeypatch.context() as patch:
         every = Stopped(patch)
@@ -258,6 +267,36 @@ def test_records_on_standard_output_are_nothing_else(model, data, tmp_path, caps
         Stopped(patch, after=0)
         assert zeroshot(model[0], data, "--tasks", "copa", "--output", "-") == 130
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_whole_lines_of_scores(tmp_path):
+    """As a full disk does, the limit lets a part of a line in; what is kept is read again."""
+    path, limits = tmp_path / "partial", resource.getrlimit(resource.RLIMIT_FSIZE)
+    scores = {0: [[np.array([-1.0, -2.0])]]}
+    part, _ = PartialScores(path, {}, Team()).of("copa")
+    part.add(scores)
+    size, handler = path.stat().st_size, signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot keep scores in .*partial: "):
+            part.add({1: scores[0]})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.stat().st_size == size
+    part.add({2: scores[0]})
+    assert PartialScores(path, {}, Team()).num_records("copa") == 2
+
+
+def test_records_of_a_run_that_was_stopped_are_no_part_of_the_rate(monkeypatch, capsys):
+    now = iter(range(0, 1000, 10))
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    records = progress.RecordsProgress(200, shown=True)
+    records.of("copa", known=100)(50)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "copa: 100 of 200 records, 0.0 a second"
+    assert re.fullmatch(r"copa: 150 of 200 records, [0-3]\.\d a second", second)
 
 
 def test_progress_in_a_log_is_a_line_now_and_then(model, data, capsys, monkeypatch):

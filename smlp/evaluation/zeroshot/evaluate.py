@@ -157,7 +157,7 @@ def answer_task(
         kept: the scores of an earlier run that was stopped, to which those of this one are added.
 
     Raises:
-        UserError: the model's numbers are NaN or infinite; the message names the record.
+        UserError: the model's numbers are NaN or infinite.
     """
     found = score_prepared(scorer, task.prepared, batch_tokens, team, scored, kept and kept.of(task.name))
     return [_answer(task, record, texts) for record, texts in zip(task.prepared.examples, found, strict=True)]

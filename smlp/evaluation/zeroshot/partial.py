@@ -108,6 +108,10 @@ class PartialScores:
         """Return the number of batches that need not be scored again."""
         return sum(map(len, self._known.values()))
 
+    def num_records(self, task: str) -> int:
+        """Return the number of records of a task that need not be scored again in context."""
+        return sum(map(len, self._known.get((task, PARTS[0]), {}).values()))
+
     def of(self, task: str) -> tuple[KeptBatches, ...]:
         """Return the batches of a task, one object for each of ``PARTS``."""
         path = self.path if self._writes else None
@@ -168,7 +172,7 @@ def _is_digest(value: Any) -> bool:
 def _append(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     try:
         with open(path, "ab", buffering=0) as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+            files.append_whole(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
     except OSError as error:
         raise UserError(f"cannot keep scores in {path}: {error.strerror}") from None
 

@@ -144,8 +144,6 @@ def score_groups(
     """
     batches = scorer.plan(groups, batch_tokens)
     by_batch = {} if kept is None else dict(kept.known)
-    if scored is not None and by_batch:
-        scored(sum(map(len, by_batch.values())))
     missing = [number for number in range(len(batches)) if number not in by_batch]
     for first in range(0, len(missing), team.size):
         now = missing[first : first + team.size]
