@@ -333,8 +333,10 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
                 f"a prompt of {input_ids_length - num_padded} tokens (start symbol included) is longer than the "
                 f"model's context of {context} tokens"
             )
-        lengths = {"input_ids_length": input_ids_length, "inputs_tensor": inputs_tensor}
-        super()._prepare_generated_length(generation_config, has_default_max_length, *args, **lengths, **kwargs)
+        kwargs |= {"input_ids_length": input_ids_length, "inputs_tensor": inputs_tensor}
+        generation_config = super()._prepare_generated_length(
+            generation_config, has_default_max_length, *args, **kwargs
+        )
         if has_default_max_length and generation_config.max_new_tokens is None:  # transformers counts padding
             generation_config.max_length = min(asked + input_ids_length, context + num_padded)
         most = num_padded + context + 1  # the last token is not read
