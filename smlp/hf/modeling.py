@@ -342,7 +342,7 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         most = num_padded + context + 1  # the last token is not read
         if generation_config.max_length > most:
             logger.warning_once(
-                f"texts end at the end of the model's context of {context} tokens, those of a batch with its longest"
+                f"texts end at the end of the model's context of {context} tokens (in a batch, all with the longest)"
             )
             generation_config.max_length = most
         return generation_config
