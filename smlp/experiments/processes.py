@@ -89,7 +89,7 @@ def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) ->
     Returns:
         The signal that stopped them, or None.
     """
-    waiting, running = list(chains), []
+    waiting, running = list(chains), list[_Running]()
     free = list(range(jobs))
     stop_by: float | None = None
     noted: list[signal.Signals] = []
@@ -105,18 +105,19 @@ def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) ->
                     _signal_all(running, signal.SIGTERM)
                 if stop_by is not None and time.monotonic() > stop_by:
                     _signal_all(running, signal.SIGKILL)
-                running = _still_running(running, free, stopping=bool(noted))
+                _take_ended(running, free, stopping=bool(noted))
                 watch()
                 time.sleep(_POLL_SECONDS)
         finally:
-            _end_all(running)  # after an error: trainings save
+            _end_all(running, stop_by)  # after an error: trainings save
     return noted[0] if noted else None
 
 
-def _end_all(running: Sequence[_Running]) -> None:
-    """End what still runs, as a signal would, and wait for it."""
-    _signal_all(running, signal.SIGTERM)
-    last = time.monotonic() + STOP_SECONDS
+def _end_all(running: Sequence[_Running], last: float | None) -> None:
+    """End what still runs, as a signal would, and wait for it until ``last``, if SIGTERM has been sent already."""
+    if last is None:  # a second SIGTERM would end trainings before they have saved
+        _signal_all(running, signal.SIGTERM)
+        last = time.monotonic() + STOP_SECONDS
     for one in running:
         with suppress(subprocess.TimeoutExpired):
             one.process.wait(max(0.0, last - time.monotonic()))
@@ -155,13 +156,13 @@ def _start(chain: Chain, step: Step, slot: int) -> _Running:
     return _Running(chain, step, process, slot)
 
 
-def _still_running(running: list[_Running], free: list[int], stopping: bool) -> list[_Running]:
-    kept = []
-    for one in running:
+def _take_ended(running: list[_Running], free: list[int], stopping: bool) -> None:
+    """Take steps that have ended out of what runs, and put the next steps of their chains in."""
+    for one in list(running):
         pid, status, usage = os.wait4(one.process.pid, os.WNOHANG)
         if pid == 0:
-            kept.append(one)
             continue
+        running.remove(one)
         code = one.process.returncode = os.waitstatus_to_exitcode(status)
         with suppress(ProcessLookupError):  # processes it left behind, such as data loaders
             os.killpg(pid, signal.SIGKILL)
@@ -173,11 +174,10 @@ def _still_running(running: list[_Running], free: list[int], stopping: bool) -> 
             free.append(one.slot)
             free.sort()
         else:
-            kept.append(_start(one.chain, step, one.slot))
-    return kept
+            running.append(_start(one.chain, step, one.slot))
 
 
-def _signal_all(running: list[_Running], number: signal.Signals) -> None:
+def _signal_all(running: Sequence[_Running], number: signal.Signals) -> None:
     for one in running:
         with suppress(ProcessLookupError):
             if number == signal.SIGKILL:

@@ -104,6 +104,51 @@ def test_an_error_here_lets_the_others_save(tmp_path):
     assert (tmp_path / "notes").read_text() == "saved a\n"
 
 
+def test_an_error_here_reaches_a_step_that_has_just_begun(tmp_path):
+    """One chain goes on, and the next one that is looked at cannot be recorded."""
+    wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1] + '-begin'): time.sleep(0.05)"
+
+    class Unrecorded(Commands):
+        def ended(self, result):
+            while not (tmp_path / "a.txt").read_text():
+                time.sleep(0.05)
+            raise OSError("no space left")
+
+    def watch():
+        (tmp_path / "notes-begin").touch()
+        time.sleep(1)  # both have ended, and nobody has looked
+
+    chains = [Commands(tmp_path, "a", wait, SAVE), Unrecorded(tmp_path, "b", wait)]
+    with pytest.raises(OSError, match="no space left"):
+        run_chains(chains, jobs=2, watch=watch)
+    assert (tmp_path / "notes").read_text() == "saved a\n"
+
+
+def test_an_error_while_stopping_does_not_signal_again(tmp_path):
+    """A training that is told twice ends at once, and does not save."""
+    count = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: open(sys.argv[1], 'a').write('told\\n'))\n"
+        "print('ready', flush=True)\n"
+        "while not os.path.exists(sys.argv[1] + '-raised'): time.sleep(0.05)\ntime.sleep(1)\n"
+    )
+
+    class Unrecorded(Commands):
+        def ended(self, result):
+            (tmp_path / "notes-raised").touch()
+            raise OSError("no space left")
+
+    def watch():
+        if all((tmp_path / f"{name}.txt").read_text() for name in "ab"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    wait = "import time; print('ready', flush=True); time.sleep(50)"
+    chains = [Commands(tmp_path, "a", count), Unrecorded(tmp_path, "b", wait)]
+    with pytest.raises(OSError, match="no space left"):
+        run_chains(chains, jobs=2, watch=watch)
+    assert (tmp_path / "notes").read_text() == "told\n"
+
+
 def test_a_signal_stops_all_and_starts_nothing_new(tmp_path):
     chains = [Commands(tmp_path, "a", SAVE, NOTE), Commands(tmp_path, "b", SAVE), Commands(tmp_path, "c", NOTE)]
     timer = threading.Timer(0, lambda: None)
