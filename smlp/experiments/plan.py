@@ -168,6 +168,7 @@ def planned_models(experiment: Experiment, data: str, vocab_size: int) -> list[P
     from smlp.fairseq_compat.settings import check_pairs, settle_context
 
     settings = [experiment.recipe, *(part for entry in experiment.models for part in (entry.recipe, entry.overrides))]
+    settings += [{experiment.tuning.option: value} for value in experiment.tuning.values] if experiment.tuning else []
     flags = {f"--{name.replace('_', '-')}" for part in settings for name, value in part.items() if value is False}
 
     def configure(words: list[str]) -> Any:

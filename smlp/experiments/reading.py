@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ def _experiment(path: Path, settings: dict[str, Any]) -> Experiment:
     updates = _updates(top, per_update)
     if updates is None:
         raise UserError(f"{path}: give tokens or updates, the budget of each model")
+    recipe = _recipe(top.section("recipe"), {})
     experiment = Experiment(
         path=path,
         title=top.text("title", name_of(path)),
@@ -118,9 +120,9 @@ def _experiment(path: Path, settings: dict[str, Any]) -> Experiment:
         seeds=_seeds(top),
         log_interval=top.count("log_interval", min(10, updates)),
         max_spread=top.number("max_spread", 0.01),
-        recipe=_recipe(top.section("recipe")),
+        recipe=recipe,
         matching=_matching(top),
-        models=_models(top),
+        models=_models(top, recipe),
         evaluation=_evaluation(top.section("evaluate"), updates),
         tuning=_tuning(top.section("tune"), per_update) if "tune" in top else None,
         resources=resources,
@@ -252,15 +254,18 @@ def _folders(top: Section) -> str | None:
     return ":".join(found) or None
 
 
-def _recipe(section: Section) -> dict[str, Any]:
+def _recipe(section: Section, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Read options of training; an empty value takes back an option of the shared recipe."""
     recipe = section.settings()
-    for name in recipe:
+    for name, value in recipe.items():
         if name in RESERVED:
             raise section.error(name, f"is set by smlp compare; use instead: {RESERVED[name]}")
+        if value is None and name not in shared:
+            raise section.error(name, "has no value; leave it out for the default of smlp train")
     return recipe
 
 
-def _models(top: Section) -> tuple[ModelEntry, ...]:
+def _models(top: Section, shared: Mapping[str, Any]) -> tuple[ModelEntry, ...]:
     section = top.section("models")
     entries = []
     for name, content in section.items().items():
@@ -268,7 +273,7 @@ def _models(top: Section) -> tuple[ModelEntry, ...]:
         arch = own.text("arch", name)
         if arch not in PRESETS:
             raise own.error("arch", f"is unknown: {arch!r} (known: {', '.join(sorted(PRESETS))})")
-        recipe = _recipe(own.section("recipe"))
+        recipe = _recipe(own.section("recipe"), shared)
         overrides = own.settings()
         for setting, value in overrides.items():
             if setting in RESERVED:
@@ -324,6 +329,8 @@ def _evaluation(section: Section, updates: int) -> EvaluationPlan:
     subsets = [plain_name(str(name), section.full("subsets")) for name in section.values("subsets", ["valid"])]
     if not subsets or len(set(subsets)) < len(subsets):
         raise section.error("subsets", f"must be different names, got {shown(subsets)}")
+    if "train" in subsets:  # fairseq's averages over an epoch have the names that its validation would have
+        raise section.error("subsets", f"has train, whose validations look like training in the log: {shown(subsets)}")
     if "valid" in subsets[1:]:
         raise section.error("subsets", f"must begin with valid, which is watched and tuned on, got {shown(subsets)}")
     found = EvaluationPlan(
@@ -355,6 +362,8 @@ def _tuning(section: Section, tokens_per_update: int) -> Tuning:
         raise section.error(option, "is set by smlp compare and cannot be tuned")
     if isinstance(values, list):
         values = [_as_number(value) for value in values]
+        if None in values:
+            raise section.error(option, f"has an empty value, got {shown(values)}")
     if (
         not isinstance(values, list)
         or len(values) < 2

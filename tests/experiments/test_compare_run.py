@@ -256,6 +256,11 @@ MISTAKES = {
         "optimizer: adam, bf16: off, attention_dropout: off",
         "model .*: --attention-dropout takes a value, not false",
     ),
+    "off in the grid": (
+        "max_spread: 9",
+        "max_spread: 9\ntune: {weight_decay: [off, 0.1], updates: 3}",
+        "model .*: --weight-decay takes a value, not false",
+    ),
 }
 
 

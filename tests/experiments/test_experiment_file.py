@@ -43,6 +43,11 @@ def test_what_it_says(tmp_path):
     ]
 
 
+def test_an_empty_value_takes_back_an_option_of_all(tmp_path):
+    found = read(tmp_path, FILE.replace("recipe: {lr: 1.0e-3}", "recipe: {clip_norm: }"))
+    assert "--clip-norm" not in option_words({**found.recipe, **found.models[1].recipe})
+
+
 @pytest.mark.parametrize(
     ("budget", "updates"), [("updates: 7", 7), ("tokens: 1.5M", 1464), ("tokens: 2_048", 2), ("tokens: 1024", 1)]
 )
@@ -137,6 +142,19 @@ MISTAKES = {
     ),
     "early end": (FILE.replace("lr: 2e-3", "patience: 3"), r"recipe.patience is set by smlp compare"),
     "no value": (FILE.replace("num_experts: 4", "num_experts: null"), r"num_experts has no value; leave it out"),
+    "an option without a value": (
+        FILE.replace("lr: 2e-3", "lr: "),
+        r"recipe.lr has no value; leave it out for the default of smlp train",
+    ),
+    "an option of a model without a value": (
+        FILE.replace("recipe: {lr: 1.0e-3}", "recipe: {weight_decay: }"),
+        r"models.sMLP E=4.recipe.weight_decay has no value",
+    ),
+    "grid with an empty value": (FILE + TUNE.replace("2.0e-3", "null"), r"tune.lr has an empty value, got \[0.0"),
+    "training text as subset": (
+        FILE + "evaluate: {subsets: [valid, train]}\n",
+        r"evaluate.subsets has train, .* in the log: \['valid', 'train'\]",
+    ),
     "reserved setting": (FILE.replace("num_experts: 4", "batch-size: 4"), r"batch_size is the same for all models"),
     "same seeds": (FILE.replace("[1, 2]", "[1, 1]"), r"seeds must be different numbers, got \[1, 1\]"),
     "empty name": (FILE + "  '': {arch: smlp_tiny}\n", "models: the name '' is empty"),
