@@ -336,12 +336,16 @@ def this_module(name: str) -> list[str]:
 def run_logged(name: str, command: Sequence[str], log: Path, folder: Path | None = None) -> str:
     """Run the command of a step in a folder with its output in a file, and return the output.
 
+    On Linux the command does not outlive this process.
+
     Raises:
         UserError: it failed; the message names the step, the file and the output's last line.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
-        done = subprocess.run(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, check=False, preexec_fn=end_with_parent()
+        )
     if done.returncode != 0:
         raise failed_step(name, done.returncode, log)
     return log.read_text(errors="replace")

@@ -269,6 +269,21 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     wait_for_the_end(pids)
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the kernel's help is Linux's")
+def test_no_step_outlives_the_command_that_a_signal_ends(tmp_path: Path) -> None:
+    """Such as the data of an experiment that are being made."""
+    log = tmp_path / "step.log"
+    step = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+    program = (
+        f"import pathlib; from smlp.launch.local import run_logged; run_logged('x', {step}, pathlib.Path({str(log)!r}))"
+    )
+    run = start("-c", program)
+    pid = int(wait_for(log))
+    run.terminate()
+    run.communicate(timeout=10)
+    wait_for_the_end([pid])
+
+
 def test_peers_of_a_killed_rank_may_be_noticed_first(monkeypatch) -> None:
     """But ends long after the first failure are no cause of it."""
     now = [100.0]
