@@ -96,8 +96,12 @@ def run(args: argparse.Namespace) -> int:
         check_nproc(options)
     if options.nproc is not None and options.nproc > 1:
         return train_on_ranks(options)
-    one_rank = [_WORLD_SIZE, "1"] if options.nproc == 1 else []  # not one on each GPU
-    return train([*options.rest, *one_rank])
+    return train([*options.rest, *_one_rank(options)])
+
+
+def _one_rank(options: LaunchOptions) -> list[str]:
+    """Return the option without which fairseq starts a rank on each GPU, if there shall be one rank."""
+    return [_WORLD_SIZE, "1"] if options.nproc == 1 and not has_option(options.rest, _WORLD_SIZE) else []
 
 
 def train(arguments: list[str]) -> int:
@@ -286,7 +290,7 @@ def dry_run(options: LaunchOptions, defaults: list[str]) -> int:
     if rank == 0:
         user_dir = [] if has_option(arguments, "--user-dir") else ["--user-dir", package_dir()]
         group_size = getattr(cfg.model, "expert_parallel_size", None)
-        command = shlex.join(["fairseq-train", *user_dir, *arguments])
+        command = shlex.join(["fairseq-train", *user_dir, *arguments, *_one_rank(options)])
         print(rank_table(ranks, num_experts_of(cfg.model), group_size, command))
     return 0
 

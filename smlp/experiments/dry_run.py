@@ -29,6 +29,7 @@ from smlp.experiments.plan import (
     print_models,
     training_words,
     tuning_runs,
+    validations_of,
 )
 from smlp.experiments.progress import duration
 from smlp.experiments.spec import Experiment, option_words
@@ -169,28 +170,32 @@ def estimate(
         device = "GPU" if resources.is_on_gpus else "process"
         how = f"{mfu:.0%} of {tflops:g} TFLOP/s for each {device} (run.mfu, run.tflops), checkpoints at {rate}"
         overhead, around = 1.0, SECONDS_AROUND
-    # runs of the grid validate once, at the end; the others are scored as well
-    validations = {True: 1, False: experiment.evaluation.validations + 1}
     passes = held_out / experiment.tokens_per_update / 3  # a forward pass costs a third of an update
     sizes = {model.name: _BYTES_PER_PARAMETER * parameters(model.config, 1).total for model in models}
     writing = {name: CHECKPOINT_FILES * size / (BYTES_PER_SECOND * resources.nodes) for name, size in sizes.items()}
     each = [
-        (run.updates * overhead + validations[run.tuning] * passes) * seconds[run.model.name]
-        + validations[run.tuning] * writing[run.model.name]
+        # all but runs of the grid are scored as well, which writes no checkpoint
+        (run.updates * overhead + (validations + (not run.tuning)) * passes) * seconds[run.model.name]
+        + validations * writing[run.model.name]
         + around
         for run in runs
+        for validations in [validations_of(experiment, run)]
     ]
-    staying = sum(sizes[run.model.name] for run in runs if not run.tuning)
     stages = _stages(runs)
     jobs = resources.at_a_time(max(map(len, stages)))
-    largest = sorted((sizes[run.model.name] for run in runs), reverse=True)[:jobs]
+    most = []
+    for stage, kept in zip(stages, (0, 1), strict=True):  # files that a run keeps
+        own = sorted((sizes[runs[number].model.name] for number in stage), reverse=True)
+        # on a cluster, runs that have ended keep the others, too, until the next call or the job that scores
+        whole = own if resources.where == "slurm" else own[:jobs]
+        most.append(kept * sum(own) + (CHECKPOINT_FILES - kept) * sum(whole))
     return Cost(
         seconds_per_update=seconds,
         seconds=sum(_end_of_the_last([each[number] for number in stage], jobs) for stage in stages),
         device_hours=sum(each) * (resources.ranks if resources.is_on_gpus else 1) / 3600,
         flops=sum(run.updates * flops[run.model.name] * resources.ranks for run in runs),
-        disk_bytes=staying,
-        most_disk_bytes=staying + (CHECKPOINT_FILES - 1) * sum(largest),
+        disk_bytes=sum(sizes[run.model.name] for run in runs if not run.tuning),
+        most_disk_bytes=max(most),
         how=how,
     )
 

@@ -230,11 +230,14 @@ def shape_words(experiment: Experiment) -> list[str]:
     ]
 
 
+def validations_of(experiment: Experiment, run: PlannedRun) -> int:
+    """Return the number of validations in a training; only the end of a run of the grid counts."""
+    return 1 if run.tuning else experiment.evaluation.validations
+
+
 def training_words(experiment: Experiment, run: PlannedRun, data: str, save_dir: Path) -> list[str]:
     """Return the arguments of ``smlp train`` for a run."""
-    # only the end of a run of the grid counts
-    validations = 1 if run.tuning else experiment.evaluation.validations
-    interval = str(math.ceil(run.updates / validations))  # the last one happens at the end
+    interval = str(math.ceil(run.updates / validations_of(experiment, run)))  # the last one happens at the end
     words = [data, "--task", experiment.task, *_model_words(run.model), *shape_words(experiment)]
     words += ["--batch-size-valid", str(VALID_BATCHES * experiment.batch_size)]
     words += ["--valid-subset", ",".join(experiment.evaluation.subsets)]
@@ -247,7 +250,7 @@ def training_words(experiment: Experiment, run: PlannedRun, data: str, save_dir:
     records = {"log_file": "train.log", "data_order_file": "data_order.jsonl"}
     records |= {"update_times_file": "update_times.jsonl", "environment_file": "environment.jsonl"}
     words += option_words({**{option: save_dir / name for option, name in records.items()}, "save_dir": save_dir})
-    if experiment.resources.device == "cpu":
+    if experiment.resources.device == "cpu" or experiment.resources.tasks_per_node:
         words += ["--cpu"]
     return words
 

@@ -17,7 +17,7 @@ from smlp.errors import UserError, last_line
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.plan import PlannedRun, training_words
-from smlp.experiments.spec import Experiment
+from smlp.experiments.spec import Experiment, Resources
 from smlp.files import project_folder
 from smlp.launch.local import this_program
 
@@ -51,7 +51,8 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Pla
     array = [f"--array=1-{len(runs)}%{resources.jobs}"] if resources.jobs is not None else []
     submit_script = ["bash", str(scripts_folder() / "submit.sh")]
     # every model's options have been read already
-    command = [*submit_script, *size, "--sweep", str(names), "--unchecked", *logs, *array, *resources.sbatch]
+    options = [*logs, *array, *_threads(resources), *resources.sbatch]
+    command = [*submit_script, *size, "--sweep", str(names), "--unchecked", *options]
     output = _run([*command, "--", data, str(parent)])
     training = _job_of(output, r"^job (\d+)")
     _note_job(folder, training)
@@ -62,12 +63,17 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Pla
     return f"{text}; logs in {folder.path / 'slurm' / 'logs'}"
 
 
+def _threads(resources: Resources) -> list[str]:
+    """Return the option of sbatch for the threads of a rank, which the jobs take from it."""
+    return [] if resources.threads is None else [f"--cpus-per-task={resources.threads}"]
+
+
 def sweep_line(experiment: Experiment, run: PlannedRun, data: str, folder: Folder) -> str:
     """Return a line of the list that ``submit.sh --sweep`` reads, without what the script adds itself."""
     words = training_words(experiment, run, data, folder.run(run.folder).path)
     save_dir = words.index("--save-dir")
     del words[save_dir : save_dir + 2]
-    return f"{run.name} {shlex.join(words[1:])}\n"
+    return f"{run.name} {shlex.join(word for word in words[1:] if word != '--cpu')}\n"
 
 
 def write_command(experiment: Experiment, run: PlannedRun, data: str, folder: Folder) -> None:
@@ -123,7 +129,7 @@ def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None
     resources = experiment.resources
     output = folder.path / "slurm" / "logs" / "%j.out"
     options = [f"--dependency={dependency}"] if dependency else []
-    options += [f"--output={output}", *resources.sbatch]
+    options += [f"--output={output}", *_threads(resources), *resources.sbatch]
     options += ["--gres=gpu:1"] if resources.gpus_per_node else ["--gres=none"]
     scripts = scripts_folder()
     command = ["sbatch", "--parsable", *options, str(scripts / "score.sbatch")]

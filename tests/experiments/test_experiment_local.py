@@ -493,6 +493,16 @@ def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
     assert experiment.resources.at_a_time(9) == 9, "no limit where the file has none"
 
 
+def test_jobs_of_a_cluster_have_cores_for_their_threads(planned, monkeypatch):
+    own = "gpus_per_node: 2, threads: 3, sbatch: [--cpus-per-task=4]"
+    experiment, models, folder = planned(CLUSTER.replace("gpus_per_node: 2", own))
+    commands = []
+    monkeypatch.setattr(slurm, "_run", lambda command, environment=None: commands.append(command) or "12\njob 12")
+    slurm.submit(experiment, folder, "data-bin", tuning_runs(experiment, models), then_score=True)
+    given = [[word for word in command if "cpus" in word] for command in commands]
+    assert given == [["--cpus-per-task=3", "--cpus-per-task=4"]] * 2, "the last one counts"
+
+
 @pytest.mark.parametrize(
     ("queue", "states"),
     [

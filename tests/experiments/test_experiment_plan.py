@@ -145,7 +145,11 @@ def test_runs_and_their_commands(tmp_path):
     slurm.write_command(found, runs[1], "data-bin", Folder(tmp_path / "out"))
     command = (tmp_path / "out" / "runs" / "gMLP-s2" / "command.txt").read_text()
     pattern = rf"srun --ntasks=1 \S+ (-P )?-m smlp train data-bin .*--save-dir {tmp_path}/out/runs/gMLP-s2"
-    assert re.match(pattern, command.splitlines()[-1])
+    assert re.match(pattern, command.splitlines()[-1]) and "--cpu" not in command
+    found = experiment(tmp_path, text + "run: {where: slurm, tasks_per_node: 1}\n")
+    slurm.write_command(found, runs[1], "data-bin", Folder(tmp_path / "out"))
+    assert (tmp_path / "out" / "runs" / "gMLP-s2" / "command.txt").read_text().endswith(" --cpu\n")
+    assert sweep_line(found, runs[1], "data-bin", Folder(tmp_path / "out")) == line, "submit.sh adds --cpu itself"
 
 
 def test_a_folder_belongs_to_one_experiment(tmp_path):

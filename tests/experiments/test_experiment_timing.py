@@ -43,7 +43,7 @@ def test_costs(planned, monkeypatch):
     experiment, models, _ = planned(FILE + "run: {jobs: 2, tflops: 100, mfu: 0.5}\n")
     runs = main_runs(experiment, models, {"a": 0.001, "b": 0.001})
     here = dry_run.estimate(experiment, models, runs, threads=1)
-    saving = 9 * dry_run.CHECKPOINT_FILES * 12 * parameters(models[1].config, 1).total / dry_run.BYTES_PER_SECOND
+    saving = 8 * dry_run.CHECKPOINT_FILES * 12 * parameters(models[1].config, 1).total / dry_run.BYTES_PER_SECOND
     longer = 100 * dry_run.OVERHEAD + saving + dry_run.SECONDS_AROUND
     assert here.seconds == pytest.approx(longer), "the longer of two side by side"
     elsewhere = dry_run.estimate(experiment, models, runs, threads=None)
@@ -56,6 +56,21 @@ def test_costs(planned, monkeypatch):
         replace(experiment, resources=replace(experiment.resources, jobs=1)), models, runs, threads=None
     )
     assert one_by_one.most_disk_bytes == 12 * sum(sizes) + 2 * 12 * max(sizes)
+
+
+@pytest.mark.parametrize(
+    ("where", "sizes"),
+    [("jobs: 2", (0, 6)), ("jobs: 9", (3, 24)), ("where: slurm, gpus_per_node: 1, jobs: 2", (24, 24))],
+)
+def test_a_grid_that_is_wider_than_the_comparison_takes_more_disk(planned, monkeypatch, where, sizes):
+    """Three files of each run at a time; on a cluster, of all runs until the next call."""
+    monkeypatch.setattr(dry_run, "measure_update", lambda model, experiment, threads: 0.5)
+    grid = f"tune: {{lr: {[n / 1000 for n in range(1, 9)]}, updates: 10}}\nrun: {{{where}}}\n"
+    experiment, models, _ = planned(FILE[: FILE.index("tune")] + grid)
+    runs = [*tuning_runs(experiment, models), *main_runs(experiment, models, {"a": 0.001})]
+    a, b = (12 * parameters(model.config, 1).total for model in models)
+    assert a < b, "so that the largest are those of b"
+    assert dry_run.estimate(experiment, models, runs, 1).most_disk_bytes == sizes[0] * a + sizes[1] * b
 
 
 def test_a_cluster_of_cpus_is_measured_here(planned, monkeypatch, capsys):
@@ -72,6 +87,7 @@ def test_a_cluster_of_cpus_is_measured_here(planned, monkeypatch, capsys):
     dry_run.dry_run(experiment, folder)
     said = capsys.readouterr().out
     assert "measured here with 3 threads" in said and "hours of all runs one after the other" in said
+    assert said.endswith(" --cpu\n"), "as submit.sh starts it"
 
 
 def test_runs_begin_when_the_grid_has_ended(planned, monkeypatch):
