@@ -306,19 +306,29 @@ class _FinetuningChain(TrainingChain):
     def command(self, name: str) -> list[str]:
         return [*this_program(), "train", *self.finetuning.words(self.run, self.folder.path)]
 
+    def missing(self) -> str | None:
+        name = super().missing()
+        if name is None and not self._begun and self._scores() is None:  # as the call before this one reported
+            self.folder.drop_checkpoints(keep_last=False)
+            self.folder.update_state(trained=False)
+            return TRAIN
+        return name
+
     def remove_checkpoints(self) -> None:
         if not self.finetuning.keeps_checkpoints:
             self.folder.drop_checkpoints(keep_last=False)
 
     def finish(self) -> None:
-        data = self.finetuning.data
-        scores = scores_of(self.folder, data, self.run.updates)
+        data, scores = self.finetuning.data, self._scores()
         if scores is None:
             self.fail(TRAIN, f"ended without a finite {data.metric} on {', '.join(data.subsets)}")
             return
         super().finish()
         said = ", ".join(f"{subset} {data.metric} {scores[subset][data.metric]:g}" for subset in data.subsets)
         self.progress.say(f"{self.run.name}: done in {self.seconds():.0f} s, {said}")
+
+    def _scores(self) -> dict[str, dict[str, float]] | None:
+        return scores_of(self.folder, self.finetuning.data, self.run.updates)
 
 
 def check_folder_of(plan: Finetuning, folder: Folder) -> None:

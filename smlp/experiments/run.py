@@ -193,7 +193,7 @@ def _finish_trained(folder: Folder, grid: Sequence[PlannedRun]) -> None:
     for run in grid:
         own = folder.run(run.folder)
         if is_trained(own, run.updates):
-            own.update_state(model=run.model.name, seed=run.seed, state=DONE, trained=True)
+            own.update_state(model=run.model.name, seed=run.seed, state=DONE, trained=True, message=None)
             own.drop_checkpoints(keep_last=False)
 
 

@@ -432,9 +432,10 @@ def test_trained_runs_of_a_grid_choose_what_is_scored(planned, monkeypatch):
     monkeypatch.setattr(experiment_run, "_prepare", lambda experiment, folder: ("data-bin", models))
     for run in tuning_runs(experiment, models):
         log(folder.run(run.folder), run.updates, valid=3.0 if run.name.endswith("0.002") else 4.0)
-        folder.run(run.folder).update_state(state=WAITING, trained=True)
+        folder.run(run.folder).update_state(state=FAILED, trained=True, message="two jobs failed to train it")
     experiment_run.run_experiment(experiment, folder, only_scores=True)
     assert read_json(folder.tuned)["chosen"] == {"a": 0.002, "b": 0.002}
+    assert not any(folder.run(run.folder).state()["message"] for run in tuning_runs(experiment, models))
 
 
 def test_jobs_that_come_to_nothing_are_submitted_again_but_not_for_ever(planned, monkeypatch, capsys):

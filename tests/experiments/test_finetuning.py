@@ -254,7 +254,6 @@ def test_what_is_done_is_kept_and_what_failed_is_named_and_tried_again(trainer, 
     assert found(tmp_path)["best"]["lr"] == 1e-5, "the other point lacks a run"
     status, started = trainer({"1e-05": [80, 81, 82], "2e-05": [90, "nan", 90]})
     assert status == 1 and started == ["2e-05-2"] and "without a finite accuracy" in capsys.readouterr().out
-    (tmp_path / "out/runs/lr2e-05-b16-s2/run.json").unlink()
     status, started = trainer(
         {"1e-05": [80, 81, 82, 80], "2e-05": [90, 89, 90, 88]}, "--keep-checkpoints", seeds=(1, 2, 3, 4)
     )
@@ -285,6 +284,15 @@ except UserError as error:
     print(error)
 """], capture_output=True, text=True).stdout  # fmt: skip
         assert "another smlp finetune is running" in pid
+
+
+def test_a_run_that_ended_without_a_number_is_trained_again(trainer, tmp_path):
+    assert trainer({"1e-05": [80, "nan"]}, "--keep-checkpoints", seeds=(1, 2)) == (1, ["1e-05-1", "1e-05-2"])
+    last = tmp_path / "out/runs/lr1e-05-b16-s2/checkpoint_last.pt"
+    assert last.is_file(), "for whoever wants to know why"
+    assert trainer({"1e-05": [80, None]}, seeds=(1, 2)) == (1, ["1e-05-2"])
+    assert not last.is_file(), "training would have nothing to do"
+    assert trainer({"1e-05": [80, 81]}, seeds=(1, 2)) == (0, ["1e-05-2"])
 
 
 def test_a_stopped_command_starts_nothing_more_and_resumes(trainer, tmp_path, capsys):
