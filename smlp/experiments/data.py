@@ -110,7 +110,8 @@ def _check_same_text(text: TextSource, folder: Folder) -> None:
     wanted = {"source": text.source, "files": [str(path) for path in text.files], "vocab_size": text.vocab_size}
     if all(path.is_file() for path in text.files):
         wanted["sha256"] = [sha256_of(path) for path in text.files]
-    if not record.is_file() or not (folder.path / "text" / _MANIFEST).is_file():  # nothing was made of it yet
+    was_used = any((folder.path / made / _MANIFEST).is_file() for made in ("text", "data"))
+    if not record.is_file() or not was_used:
         write_json(record, wanted)
     found = read_json(record)
     for name, value in wanted.items():

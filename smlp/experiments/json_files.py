@@ -2,8 +2,8 @@
 
 A shape is a type or a tuple of types; ``[shape]`` is a list and ``[shape, 1]`` one of at least one item;
 ``{name: shape}`` is an object with these names among others; :class:`Each` is an object of any names; :class:`Maybe` is
-a value that may be null or missing; :class:`Finite` is a number; :class:`FolderName` is the name of a folder in that
-of the experiment.
+a value that may be null or missing; :class:`Exact` has no infinite numbers; :class:`Finite` is a number;
+:class:`FolderName` is the name of a folder in that of the experiment.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ class Each:
 @dataclass(frozen=True)
 class Maybe:
     """A value that may be null or missing."""
+
+    shape: Any
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A shape whose numbers, also those that it does not name, are neither infinite nor not-a-number."""
 
     shape: Any
 
@@ -79,10 +86,18 @@ SCORES = {"subsets": Each(_LOSSES), "prefix": Maybe(int), "num_updates": Maybe(i
 _SPLIT = {"tokens": Maybe(int), "words": Maybe(int), "words_per_token": Maybe(Finite()), "bytes": Maybe(int)}
 DATA = {"splits": Each(Maybe(_SPLIT))}
 _PLACE = ("jobs", "threads", "cores", "world_size")
-ENVIRONMENT = {"git": Maybe(dict), "gpus": Maybe([str]), **dict.fromkeys(_PLACE, Maybe(int))}
+_GIT = {"revision": Maybe(str), "difference_sha256": Maybe(str)}
+_MACHINE = {"git": Maybe(_GIT), **dict.fromkeys(_PLACE, Maybe(int)), **dict.fromkeys(("processor", "gpu"), Maybe(str))}
+ENVIRONMENT = Exact({"gpus": Maybe([str]), **_MACHINE})
+#: a line of environment.jsonl
+START = Exact(_MACHINE)
 TUNED = {"option": str, "values": list, "results": Each(dict), "chosen": dict, "updates": int, "seed": int}
-SPEED = {"models": Each({"tokens_per_update": Finite(above=0), "seconds_per_update": Maybe([Finite(above=0)])})}
-ZEROSHOT = {"tasks": Maybe(Each(dict))}
+SPEED = {
+    "models": Each({"tokens_per_update": Finite(above=0), "seconds_per_update": [Finite(above=0)]}),
+    **{"core_share": Maybe(Finite()), "environment": Maybe(ENVIRONMENT)},
+}
+_SHARES = {"accuracy": Maybe(Finite()), "chance": Maybe(Finite())}
+ZEROSHOT = {"tasks": Each({"n": int, **_SHARES}), "settings": Maybe(dict)}
 ORDER_LINE = {"update": int, "digest": int}
 TIME_LINE = {"update": int, "tokens": int, "seconds": Finite(least=0)}
 _FLOPS = dict.fromkeys(("nominal_flops", "realised_flops", "ratio"), Maybe(_NUMBER))
@@ -98,6 +113,12 @@ def wrong(value: Any, shape: Any, name: str = "") -> str:
     """Say what is wrong with a value, and where; "" if nothing is."""
     if isinstance(shape, Maybe):
         return "" if value is None else wrong(value, shape.shape, name)
+    if isinstance(shape, Exact):
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            return f"{name or 'it'} has a number that is infinite or not-a-number"
+        return wrong(value, shape.shape, name)
     if isinstance(shape, Finite):
         problem = wrong(value, _NUMBER, name) or ("" if abs(value) < _MOST else f"{name} is out of range")
         if problem or value <= shape.above:

@@ -14,7 +14,7 @@ from experiment_folder import MODELS, SEEDS, UPDATES, cell, rewrite, run_folder,
 from smlp.errors import UserError
 from smlp.evaluation.curves import LossPoint
 from smlp.experiments.report.details import data_orders
-from smlp.experiments.report.figures import write_figures
+from smlp.experiments.report.figures import _all, write_figures
 from smlp.experiments.report.results import read_results
 from smlp.experiments.report.speed import first_crossing, targets
 from smlp.experiments.report.table import Estimate, t_quantile
@@ -109,6 +109,31 @@ def test_time_to_a_perplexity_lies_between_validations(out):
     assert cell(speed, "gMLP", "time_to_32.00_s").value == pytest.approx(15.1, rel=1e-3)
     assert cell(speed, "gMLP", "time_to_32.00_s").samples == pytest.approx({1: 15.05, 2: 15.1, 3: 15.15}, rel=1e-3)
     assert cell(speed, "gMLP", "time_to_2.00_s").text == "not reached"
+
+
+def test_targets_that_two_decimals_do_not_tell_apart(out):
+    rewrite(out / "experiment.json", targets=[1032.0, 32.0, 32.001])
+    speed = tables(out)["speed"]
+    columns = {column.key: column.head for column in speed.columns if "time_to" in column.key}
+    heads = {"1032.000": "1,032.000", "32.000": "32.000", "32.001": "32.001"}
+    assert columns == {f"time_to_{key}_s": f"time to {head} (s)" for key, head in heads.items()}
+    times = [cell(speed, "gMLP", f"time_to_{key}_s").value for key in ("32.000", "32.001")]
+    assert times[0] > times[1] and "32.001 per token: from experiment.json: targets." in speed.notes
+
+
+def test_sources_name_the_subset(out):
+    rewrite(out / "experiment.json", evaluation_subsets=["test"], targets=[32.0])
+    for path in out.glob("runs/*/train.log"):
+        path.write_text(path.read_text().replace('"valid_', '"test_'))
+    results, speed = read_results(out), tables(out)["speed"]
+    column = next(column for column in speed.columns if "time_to" in column.key)
+    shown = [column.how, cell(speed, "gMLP", column.key).source, next(_all(results))[0].source]
+    assert all("test_loss" in text and "valid_loss" not in text for text in shown)
+
+
+def test_a_single_model_is_compared_with_nothing(tmp_path):
+    (note,) = tables(write_experiment(tmp_path, {"gMLP": MODELS["gMLP"]}))["quality-valid"].notes
+    assert note == "± is the 95 % interval (Student's t) over seeds."
 
 
 def test_without_targets_dense_models_and_the_best_sparse_transformer_set_them(whole):
@@ -237,6 +262,20 @@ def test_zero_shot_accuracy_beside_the_papers(out):
     assert cell(table, "sMLP", "copa").value == pytest.approx(60)
     assert cell(table, "paper, large: sMLP-deterministic", "copa").value == 79.0
     assert "average" not in next(row for row in table.rows if "paper" in row["model"].value)
+    assert len(table.notes) == 1 and "Records: COPA 100." in table.notes[0]
+
+
+def test_zero_shot_answers_with_other_settings_are_named(out):
+    """Answers from before a change of the file, where the tasks failed afterwards."""
+    for model, n, limit in (("sMLP", 100, None), ("Switch", 1020, 1020)):
+        content = {"settings": {"model": model, "limit": limit}, "tasks": {"copa": {"accuracy": 0.5, "n": n}}}
+        (run_folder(out, model, 1) / "zeroshot.json").write_text(json.dumps(content))
+    first, *others = tables(out)["zeroshot"].notes
+    assert "Records: COPA 100 or 1,020." in first
+    assert others == [
+        "**Runs did not answer with the same limit: null (sMLP-s1); 1020 (Switch-s1).**",
+        "**Runs did not answer with the same number of records of COPA: 100 (sMLP-s1); 1020 (Switch-s1).**",
+    ]
 
 
 def test_names_with_dollar_signs_are_drawn(tmp_path, monkeypatch):

@@ -309,6 +309,12 @@ def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
             "words_per_token is out of range",
         ),
         ("data.json", lambda d: d["splits"]["valid"].update(words_per_token=1e308), "words_per_token is out of range"),
+        ("environment.json", lambda e: e.update(mfu=[math.nan]), "it has a number that is infinite or not-a-number"),
+        ("environment.json", lambda e: e.update(processor=5), "environment.json is damaged: processor must be text"),
+        ("runs/Switch-s1/environment.jsonl", lambda line: line.update(world_size="2"), "1 of 1 lines are damaged"),
+        ("runs/Switch-s1/environment.jsonl", lambda line: line.update(world_size=None), ""),
+        ("runs/Switch-s1/zeroshot.json", lambda z: z.update(tasks=None), "zeroshot.json is damaged: tasks must be"),
+        ("runs/Switch-s1/zeroshot.json", lambda z: z["tasks"]["copa"].pop("n"), "tasks.copa.n must be a whole number"),
         ("runs/Switch-s1/router_health.jsonl", lambda line: line.update(work=5), "1 of 4 lines are damaged"),
         ("runs/Switch-s1/router_health.jsonl", lambda line: line.update(pooled=[None]), "1 of 4 lines are damaged"),
         ("runs/Switch-s1/router_health.jsonl", lambda line: line.update(tokens="x"), "1 of 4 lines are damaged"),
@@ -331,6 +337,8 @@ def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
 def test_single_values_that_are_damaged_are_named(tmp_path, name, change, words, capsys):
     out = write_experiment(tmp_path, {name: MODELS[name] for name in ("gMLP", "Switch")}, seeds=[1])
     (out / "experiment.yaml").write_text("data: d\nupdates: 3\nmodels: {gMLP: {arch: gmlp_lm_tiny}}\n")
+    (out / "runs/Switch-s1/environment.jsonl").write_text('{"gpu": "NVIDIA H200", "world_size": 2}\n')
+    (out / "runs/Switch-s1/zeroshot.json").write_text('{"tasks": {"copa": {"accuracy": 0.5, "n": 2}}}\n')
     path = out / name
     lines = path.read_text().splitlines()
     record = json.loads(lines[-1])
@@ -339,6 +347,7 @@ def test_single_values_that_are_damaged_are_named(tmp_path, name, change, words,
     try:
         results = read_results(out)
         list(tables(out))
+        describe_machine(results)
         said = "; ".join([*results.notes, *(note for run in results.runs for note in run.notes)])
     except UserError as error:
         said = str(error)
@@ -351,7 +360,8 @@ def test_single_values_that_are_damaged_are_named(tmp_path, name, change, words,
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [([0.1, 0], "[1] must be above 0, got 0"), ([math.nan], "[0] is out of")]
+    ("seconds", "words"),
+    [([0.1, 0], "[1] must be above 0, got 0"), ([math.nan], "[0] is out of"), (None, " must be a list")],
 )
 def test_a_time_of_no_length_in_speed_json_is_named(out, seconds, words):
     (out / "speed.json").write_text(

@@ -13,8 +13,11 @@ from zeroshot_data import write_tasks
 
 from data_prep.tokenize.models import train_byte_level
 from smlp.cli.main import main
+from smlp.errors import UserError
 from smlp.evaluation.report import tokens_of
-from smlp.experiments.data import describe
+from smlp.experiments.data import data_of, describe
+from smlp.experiments.folder import Folder
+from smlp.experiments.reading import read_experiment
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import find_tokenizer
 
@@ -321,6 +324,28 @@ def test_a_text_that_nothing_could_be_made_of_may_be_mended(tmp_path, capsys):
     text.write_text("two\n")  # still too short, which is found out later
     assert main(words) == 1
     assert "were made with" not in capsys.readouterr().err
+
+
+def test_data_that_were_made_from_other_text_are_refused_without_the_text(tmp_path, monkeypatch):
+    """As after the folder text was removed to save space."""
+
+    def make(text, folder):
+        for name in ("text", "data"):
+            (folder / name).mkdir(parents=True)
+            (folder / name / "manifest.json").write_text("{}")
+
+    monkeypatch.setattr("smlp.experiments.data._make", make)
+    path, folder = tmp_path / "other.yaml", Folder(tmp_path / "out")
+    (tmp_path / "some.txt").write_text("some text\n")
+    text = FILE.replace("data: DATA", f"text: {{files: [{tmp_path}/some.txt], vocab_size: 64}}")
+    path.write_text(text)
+    folder.path.mkdir()
+    data_of(read_experiment(path), folder)
+    shutil.rmtree(folder.path / "text")
+    assert data_of(read_experiment(path), folder) == str(folder.path / "data")
+    path.write_text(text.replace("64", "72"))
+    with pytest.raises(UserError, match=r"were made with text.vocab_size = 64, not 72: give another --out"):
+        data_of(read_experiment(path), folder)
 
 
 def test_pieces_without_their_tokenizer_are_refused_before_the_first_training(tiny_data, tmp_path, capsys):

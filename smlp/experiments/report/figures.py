@@ -48,7 +48,7 @@ def write_figures(results: Results, to: Path) -> dict[str, Picture]:
 
 
 def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
-    looks = styles(results.models)
+    looks, subset = styles(results.models), results.subsets[0]
     split = results.split[:1].upper() + results.split[1:]
     some = [model for model in results.models if mean_curve(results, model)]
     of_paper = "" if results.is_masked else " (the paper's Figures 1 and 5)"
@@ -58,9 +58,9 @@ def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
         "flops": f"{split} perplexity against multiply-adds of training",
     }
     sources = {
-        "updates": "train.log: valid_num_updates, valid_loss",
-        "time": f"train.log: valid_loss; {TIMES}",
-        "flops": "train.log: valid_loss; experiment.json: models.flops_per_token, tokens_per_update",
+        "updates": f"train.log: {subset}_num_updates, {subset}_loss",
+        "time": f"train.log: {subset}_loss; {TIMES}",
+        "flops": f"train.log: {subset}_loss; experiment.json: models.flops_per_token, tokens_per_update",
     }
     said = {"updates": [paper.FIGURE_1, paper.FIGURE_5_UPDATES], "time": [paper.FIGURE_1, paper.FIGURE_5_TIME]}
     if results.is_masked:
@@ -80,7 +80,7 @@ def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
         picture = Picture(f"perplexity-{across.key}", titles[across.key], caption, f"runs/*/{sources[across.key]}")
         yield picture, draw_curves(results, some, across, looks, picture.title) if some else None
     positions = " on the positions that all models predict" if results.has_prefix else ""
-    scores = f"runs/*/scores.json: exp(subsets.{results.subsets[0]}.nll_after_prefix)"
+    scores = f"runs/*/scores.json: exp(subsets.{subset}.nll_after_prefix)"
     yield (
         Picture("final", f"{split} perplexity at the end", f"Final perplexity{positions}, best first.", scores),
         draw_final(results, results.models, looks, f"{split} perplexity at the end of training"),

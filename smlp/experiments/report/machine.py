@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ def hardware(results: Results) -> dict[str, Any]:
     own = next((run.environments[-1] for run in results.runs if run.environments), None)
     if own is None:
         return dict(results.environment)
-    return {**results.environment, **own, "gpus": [own["gpu"]] * own.get("world_size", 1) if own.get("gpu") else []}
+    return {**results.environment, **own, "gpus": [own["gpu"]] * (own.get("world_size") or 1) if own.get("gpu") else []}
 
 
 def describe_gpus(results: Results) -> str:
@@ -65,16 +65,18 @@ def differences(results: Results) -> list[str]:
     """Return a sentence for each thing that was not the same at all starts of the finished runs."""
     sentences = []
     for name in _NAMES:
-        runs: dict[str, list[str]] = {}
-        for run in results.runs:
-            for record in run.environments if run.is_done else ():
-                names = runs.setdefault(_shown(record.get(name)), [])
-                if run.name not in names:
-                    names.append(run.name)
-        if len(runs) > 1:
-            parts = "; ".join(f"{value} ({', '.join(names)})" for value, names in runs.items())
+        starts = ((run, record) for run in results.runs if run.is_done for record in run.environments)
+        if parts := differing((run.name, record.get(name)) for run, record in starts):
             sentences.append(f"Runs were not made with the same {name}: {parts}")
     return sentences
+
+
+def differing(found: Iterable[tuple[str, Any]]) -> str:
+    """Return each value with the runs that have it, given pairs of a run and a value; "" if there is one value."""
+    runs: dict[str, dict[str, None]] = {}
+    for name, value in found:
+        runs.setdefault(_shown(value), {})[name] = None
+    return "; ".join(f"{value} ({', '.join(names)})" for value, names in runs.items()) if len(runs) > 1 else ""
 
 
 def _shown(value: Any) -> str:

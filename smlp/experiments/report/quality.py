@@ -195,10 +195,12 @@ def quality_table(results: Results, subset: str, compared_with: Sequence[Model])
             if baseline is not model:
                 row[f"against_{baseline.name}"] = difference(results, model, baseline, subset)[1]
         rows.append(row)
-    return Table(f"quality-{subset}", f"Perplexity on `{subset}` at the end", columns, rows, _notes(results, subset))
+    is_compared = any(row.get(f"against_{one.name}", EMPTY) is not EMPTY for row in rows for one in compared_with)
+    notes = _notes(results, subset, is_compared)
+    return Table(f"quality-{subset}", f"Perplexity on `{subset}` at the end", columns, rows, notes)
 
 
-def _notes(results: Results, subset: str) -> list[str]:
+def _notes(results: Results, subset: str, is_compared: bool) -> list[str]:
     paired = (
         'Runs with the same seed saw the same data, so the columns "against" compare seed by seed; judge differences '
         "between models by these."
@@ -206,6 +208,8 @@ def _notes(results: Results, subset: str) -> list[str]:
     if not all(one.agrees for one in data_orders(results)):
         paired = 'The columns "against" compare seed by seed, but not all runs with the same seed saw the same data.'
     notes = [f"± and brackets are 95 % intervals (Student's t) over seeds. {paired}"]
+    if not is_compared:
+        notes = ["± is the 95 % interval (Student's t) over seeds."]
     if results.has_prefix:
         positions = max(model.config.prefix_tokens for model in results.models)
         names = [model.name for model in results.models if model.config.prefix_tokens]

@@ -299,7 +299,7 @@ def _run(out: Path, model: Model, seed: int, subset: str, updates: int, scored_a
             scores = None
     zeroshot = read_json_or_note(folder / "zeroshot.json", notes, json_files.ZEROSHOT)
     health = tuple(read_lines_and_note(folder / "router_health.jsonl", notes, json_files.HEALTH_LINE))
-    environments = tuple(read_lines_and_note(folder / "environment.jsonl", notes))
+    environments = tuple(read_lines_and_note(folder / "environment.jsonl", notes, json_files.START))
     curve = curve_of(log, model.name, subset)
     if state == DONE:
         last = max([0, *(point.num_updates for point in (*curve.train, *curve.valid))])

@@ -104,7 +104,7 @@ def targets(results: Results) -> list[Target]:
     """Return the experiment's targets, or the final perplexity of each dense model and the best sparse Transformer."""
     chosen = results.settings.get("targets") or []
     if chosen:
-        return [Target(float(perplexity), "experiment.json: targets") for perplexity in chosen]
+        return [Target(float(perplexity), "experiment.json: targets") for perplexity in dict.fromkeys(chosen)]
     curves = {model.name: mean_curve(results, model) for model in results.models if results.done(model)}
     families = {model.name: model.family for model in results.models}
     whole = {name: curve for name, curve in curves.items() if curve and curve[-1].num_updates >= results.updates}
@@ -182,6 +182,9 @@ def speed_table(results: Results) -> Table:
     words = results.of_text(subset, "words_per_token")
     whole = {model.name: over_runs(results, model, training_seconds) for model in results.models}
     unit, size = time_unit([found.mean for found in whole.values() if found])
+    named = {
+        f"time_to_{name.replace(',', '')}_{unit}": (name, aim) for name, aim in zip(_names(aims), aims, strict=True)
+    }
     columns = [
         MODEL_COLUMN,
         Column("parameters_millions", "parameters (M)", "experiment.json: models.parameters.total"),
@@ -202,12 +205,12 @@ def speed_table(results: Results) -> Table:
         ),
         *(
             Column(
-                _key(aim, unit),
-                f"time to {aim.perplexity:,.2f} ({unit})",
-                "train.log: valid_loss, loss interpolated between validations; "
+                key,
+                f"time to {name} ({unit})",
+                f"train.log: {subset}_loss, loss interpolated between validations; "
                 f"{TIMES}; the perplexity is from {aim.origin}",
             )
-            for aim in aims
+            for key, (name, aim) in named.items()
         ),
         Column(
             "logged_tokens_per_second",
@@ -244,31 +247,30 @@ def speed_table(results: Results) -> Table:
             row["timed_words_per_second"] = amount(
                 timed and timed * words, ",.0f", f"{alone}; data.json: splits.{subset}"
             )
-        for aim in aims:
-            row[_key(aim, unit)] = _reached_cell(time_to_target(results, model, aim), size, source)
+        for key, (_, aim) in named.items():
+            row[key] = _reached_cell(time_to_target(results, model, aim), size, f"{source}; train.log: {subset}_loss")
         rows.append(row)
     return Table("speed", "Time and quality", columns, rows, _notes(results, aims, words))
 
 
-def _key(aim: Target, unit: str) -> str:
-    return f"time_to_{aim.perplexity:.2f}_{unit}"
+def _names(aims: list[Target]) -> list[str]:
+    """Return the perplexities with two decimals, or as many more as tell them apart."""
+    most = len({aim.perplexity for aim in aims})
+    named = ([f"{aim.perplexity:,.{digits}f}" for aim in aims] for digits in range(2, 18))
+    return next((names for names in named if len(set(names)) == most), [str(aim.perplexity) for aim in aims])
 
 
 def _reached_cell(when: TimeToTarget, size: float, source: str) -> Cell:
     if not when.num_runs:
         return EMPTY
     if when.all_runs:
-        return mean_cell(_in_unit(when.seconds, size), ",.2f", f"{source}; train.log: valid_loss")
+        return mean_cell(_in_unit(when.seconds, size), ",.2f", source)
     count = when.seconds.count if when.seconds else 0
     of_runs = f"{count} of {when.num_runs} seeds"
     if when.mean_curve_seconds is not None:
         value = when.mean_curve_seconds / size
-        return Cell(
-            value,
-            f"{value:,.2f} (mean curve; {of_runs})",
-            f"{source}; train.log: valid_loss; curve of the mean over seeds",
-        )
-    return Cell(None, "not reached" if not count else of_runs, f"{source}; train.log: valid_loss")
+        return Cell(value, f"{value:,.2f} (mean curve; {of_runs})", f"{source}; curve of the mean over seeds")
+    return Cell(None, "not reached" if not count else of_runs, source)
 
 
 def _notes(results: Results, aims: list[Target], words: float | None) -> list[str]:
@@ -289,8 +291,7 @@ def _notes(results: Results, aims: list[Target], words: float | None) -> list[st
         notes.append(f"Words are tokens times {words:.4f}, the words per token of the {results.split} text.")
     else:
         notes.append("Speeds are in tokens, because data.json has no number of words.")
-    for aim in aims:
-        notes.append(f"{aim.perplexity:,.2f} per token: from {aim.origin}.")
+    notes += [f"{name} per token: from {aim.origin}." for name, aim in zip(_names(aims), aims, strict=True)]
     if aims:
         notes.append(
             "Times to a perplexity come from the validations during training; between two of them, the loss is "

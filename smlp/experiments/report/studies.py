@@ -6,11 +6,15 @@ from dataclasses import replace
 
 from smlp.evaluation.zeroshot.report import TABLE_6
 from smlp.experiments.report import paper
+from smlp.experiments.report.machine import differing
 from smlp.experiments.report.paper import closest_to_paper, is_of_the_paper
 from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
 from smlp.experiments.report.results import Model, Results, RunResult
 from smlp.experiments.report.speed import over_runs
 from smlp.experiments.report.table import MODEL_COLUMN, Column, Table, amount, estimate, label, mean_cell, origin
+
+#: settings in zeroshot.json that may differ between runs: they change no answer
+_OF_EACH_RUN = ("model", "is_leaky", "data_dir", "batch_tokens", "spread_experts")
 
 
 def head_groups(results: Results) -> list[list[Model]]:
@@ -193,13 +197,25 @@ def zeroshot_table(results: Results) -> Table | None:
             shown = [*names, "average"] if len(names) == len(TABLE_6) else names
             cells = {name: amount(row[name], ".1f", source) for name in shown}
             rows.append({"model": label(f"paper, large: {paper.NAMES[family]}", source)} | cells)
-    counts = ", ".join(
-        f"{TABLE_6[name]} {scored[0].zeroshot['tasks'][name]['n']:,}"
+    sizes = {
+        name: [(run.name, run.zeroshot["tasks"][name]["n"]) for run in scored if name in run.zeroshot["tasks"]]
         for name in names
-        if name in scored[0].zeroshot.get("tasks", {})
+    }
+    counts = ", ".join(
+        f"{TABLE_6[name]} {' or '.join(f'{n:,}' for n in sorted({n for _, n in found}))}"
+        for name, found in sizes.items()
     )
     notes = [
         f"Accuracy in per cent; ± is over seeds. Records: {counts}. docs/zeroshot.md explains how tasks are scored."
+    ]
+    settings = {run.name: run.zeroshot.get("settings") or {} for run in scored}
+    asked = dict.fromkeys(name for own in settings.values() for name in own if name not in _OF_EACH_RUN)
+    facts = {name: [(run, own[name]) for run, own in settings.items() if name in own] for name in asked}
+    facts |= {f"number of records of {TABLE_6[name]}": found for name, found in sizes.items()}
+    notes += [
+        f"**Runs did not answer with the same {name}: {said}.**"
+        for name, found in facts.items()
+        if (said := differing(found))
     ]
     return Table("zeroshot", "Zero-shot priming (Table 6)", columns, rows, notes)
 
@@ -207,7 +223,7 @@ def zeroshot_table(results: Results) -> Table | None:
 def task_names(results: Results) -> list[str]:
     """Return the zero-shot tasks that some finished run has answered."""
     scored = [run for model in results.models for run in results.done(model) if run.zeroshot]
-    return [name for name in TABLE_6 if any(name in run.zeroshot.get("tasks", {}) for run in scored)]
+    return [name for name in TABLE_6 if any(name in run.zeroshot["tasks"] for run in scored)]
 
 
 def mean_accuracies(results: Results, model: Model) -> dict[int, float | None]:
