@@ -25,8 +25,8 @@ whatever stopped it; a run that fails does not stop the others.
 _RUN_EPILOG = """example:
   smlp compare run examples/compare/quick.yaml --dry-run
 
-exit status: 0 all runs are done, or their jobs submitted, 1 one failed, 75 stopped by a signal (the same
-command resumes)"""
+exit status: 0 all runs are done, or their jobs submitted, 1 one failed, 75 the runs were stopped by a signal, 130
+by Ctrl-C (the same command resumes)"""
 _STATUS_EPILOG = """example:
   smlp compare status examples/compare/quick.yaml --json status.json
 

@@ -28,7 +28,8 @@ EPILOG = """examples:
 OUT gets results.json, results.md and a folder for each run. The same command resumes interrupted runs; finished runs
 are kept, and more points or seeds can be added: name the old ones as well, for the results are of those named.
 
-exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same command resumes)
+exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal, 130 by Ctrl-C (the same command
+resumes)
 """
 #: options of fairseq-train that the command decides itself
 _OWN = (

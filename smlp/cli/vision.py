@@ -54,7 +54,8 @@ _COMPARE_EPILOG = """examples:
   PYTHONPATH=examples/vision smlp vision compare examples/vision/digits.yaml --out runs/vision/digits --jobs 2
   PYTHONPATH=examples/vision smlp vision compare examples/vision/cifar10.yaml --out runs/vision/cifar10 --dry-run
 
-exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same command resumes)
+exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal, 130 by Ctrl-C (the same command
+resumes)
 """
 _EVALUATE = """evaluate a checkpoint of smlp vision train or of timm; model, image size and normalisation are those of
 its training unless they are given"""

@@ -34,7 +34,8 @@ each run
 The same command resumes interrupted runs; finished runs are kept, and points and seeds can be added. The runner is that
 of smlp vision compare. docs/wide_sparse.md describes the file.
 
-exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal (the same command resumes)"""
+exit status: 0 all runs are done, 1 one failed, 75 stopped by a signal, 130 by Ctrl-C (the same command
+resumes)"""
 #: channels of Figure 4 (right)
 _CHANNELS = (4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 64)
 

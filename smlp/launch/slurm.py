@@ -103,7 +103,7 @@ def tasks_of_job(environ: Mapping[str, str]) -> Tasks | None:
 
 
 def port_of(job_id: int, step_id: int) -> int:
-    """Return a port for the ranks of a step: steps that run on a host at the same time get different ones."""
+    """Return a port for the ranks of a step: steps of one job get different ones, those of two jobs rarely the same."""
     return _FIRST_PORT + (131 * job_id + step_id) % _NUM_PORTS
 
 
