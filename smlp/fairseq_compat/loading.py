@@ -25,7 +25,7 @@ from smlp.checkpoint.torch_file import OtherClassError, check_records, existing_
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 from smlp.fairseq_compat.saving import remove_leftovers
-from smlp.fairseq_compat.stopping import leave_if_done
+from smlp.fairseq_compat.stopping import DEFAULT_RESTORE_FILE, leave_if_done
 from smlp.files import is_missing
 from smlp.text.tokenizer import Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY, SENTENCES, SPECIAL_SYMBOLS, record_in
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 _OF_UNFITTING = (ValueError, TypeError, LookupError, AttributeError)
 #: moments that have their parameter's shape with every optimizer
 _SHAPED_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-_DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 
 
 def apply() -> None:
@@ -275,7 +274,7 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
     suffix = trainer.checkpoint_suffix
     last = Path(cfg.save_dir) / f"checkpoint_last{suffix}.pt"
     named = {"--continue-once": getattr(cfg, "continue_once", None), "--finetune-from-model": cfg.finetune_from_model}
-    if cfg.restore_file != _DEFAULT_RESTORE_FILE:
+    if cfg.restore_file != DEFAULT_RESTORE_FILE:
         named = {"--restore-file": cfg.restore_file.replace(".pt", suffix + ".pt")}
     elif not is_missing(last):
         return str(existing_file(last))

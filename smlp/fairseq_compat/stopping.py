@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,8 @@ from smlp.launch.team import leave
 
 logger = logging.getLogger(__name__)
 
+#: the value of ``--restore-file`` unless it is given
+DEFAULT_RESTORE_FILE = "checkpoint_last.pt"
 #: stop signals that this process has received
 stop_signals = StopSignals()
 
@@ -92,9 +95,33 @@ def _save_and_leave(trainer: Any) -> None:
     stop_signals.leave()
     leave()
     if distributed_utils.is_master(trainer.cfg.distributed_training):
-        saved = f"saved {path}; the same command resumes from it" if path else "nothing is saved with these options"
+        saved = "nothing is saved with these options"
+        if path is not None:
+            saved = f"saved {path}; {how_to_resume(config, path, trainer.checkpoint_suffix)}"
         logger.info(f"stopped by {name} after update {num_updates}: {saved} (exit status {EXIT_STOPPED})")
     sys.exit(EXIT_STOPPED)
+
+
+def how_to_resume(config: Any, path: str, suffix: str = "") -> str:
+    """Return how training resumes from a checkpoint that was just saved, as the end of a sentence.
+
+    Args:
+        config: fairseq's options of checkpoints.
+        path: the first name of the checkpoint; it may also be ``checkpoint_last.pt``.
+        suffix: of the names of checkpoints.
+    """
+    last = Path(config.save_dir) / f"checkpoint_last{suffix}.pt"
+    resets = [f"--reset-{of}" for of in ("optimizer", "lr-scheduler", "meters", "dataloader")]
+    without = [option for option in resets if getattr(config, option[2:].replace("-", "_"))]
+    added = ""
+    if Path(path).name != last.name and (config.no_last_checkpoints or config.write_checkpoints_asynchronously):
+        added = f" with --restore-file {path}"
+        without += ["--finetune-from-model"] if config.finetune_from_model else []
+    elif config.restore_file != DEFAULT_RESTORE_FILE:
+        given = Path(config.restore_file.replace(".pt", suffix + ".pt"))
+        without += ["--restore-file"] if given.resolve() != last.resolve() else []
+    left_out = f" without {', '.join(without)}" if without else ""
+    return f"the same command{added}{left_out} resumes from it"
 
 
 @contextmanager

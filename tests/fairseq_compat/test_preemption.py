@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from launched import make_plugin
 from running import TINY_LM, Finished
 
+from smlp.fairseq_compat.stopping import how_to_resume
 from smlp.launch.stop_signals import EXIT_STOPPED
 
 pytestmark = pytest.mark.timeout(240)
@@ -167,3 +169,40 @@ def test_before_the_first_update_a_signal_ends_the_process(runs) -> None:
     folder, run = runs["early"]
     assert run.rc == -15, run.stderr
     assert not list(folder.glob("*.pt"))
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "said"),
+    [
+        ({}, "checkpoint_1_6.pt", "the same command resumes from it"),
+        ({"finetune_from_model": "a.pt"}, "checkpoint_last.pt", "the same command resumes from it"),
+        ({"restore_file": "{}/checkpoint_last.pt"}, "checkpoint_1_6.pt", "the same command resumes from it"),
+        (
+            {"restore_file": "a.pt", "reset_optimizer": True},
+            "checkpoint_last.pt",
+            "the same command without --reset-optimizer, --restore-file resumes from it",
+        ),
+        (
+            {"no_last_checkpoints": True},
+            "checkpoint_1_6.pt",
+            "the same command with --restore-file {}/checkpoint_1_6.pt resumes from it",
+        ),
+        (
+            {"write_checkpoints_asynchronously": True, "finetune_from_model": "a.pt"},
+            "checkpoint1.pt",
+            "the same command with --restore-file {}/checkpoint1.pt without --finetune-from-model resumes from it",
+        ),
+    ],
+)
+def test_the_last_line_says_with_which_command_training_resumes(tmp_path: Path, options, name: str, said: str) -> None:
+    config = Namespace(
+        save_dir=str(tmp_path),
+        restore_file="checkpoint_last.pt",
+        finetune_from_model=None,
+        no_last_checkpoints=False,
+        write_checkpoints_asynchronously=False,
+        **dict.fromkeys(("reset_optimizer", "reset_lr_scheduler", "reset_meters", "reset_dataloader"), False),
+    )
+    for option, value in options.items():
+        setattr(config, option, value.format(tmp_path) if isinstance(value, str) else value)
+    assert how_to_resume(config, str(tmp_path / name)) == said.format(tmp_path)
