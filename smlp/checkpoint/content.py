@@ -57,7 +57,7 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
     kinds: dict[tuple[int, bool], set[str]] = {}
     for of_parameter in moments.values():
         kinds.setdefault(_kind(of_parameter), set()).update(of_parameter)
-    of_all = set.intersection(*(names for (dims, _), names in kinds.items() if dims > 0 or len(kinds) == 1))
+    of_all = set.intersection(*([names for (dims, _), names in kinds.items() if dims > 0] or kinds.values()))
     problems = []
     for number, of_parameter in moments.items():
         lacking = sorted((kinds[_kind(of_parameter)] | of_all) - of_parameter.keys())

@@ -27,7 +27,7 @@ from smlp.nn.build import model_of, without_weights
 from smlp.nn.encoder import Encoder, add_heads
 from smlp.parallel import Ranks
 from smlp.text.tokenizer import Tokenizer, Vocabulary
-from smlp.text.tokenizer_files import DICTIONARY, SENTENCES, files_of, find_tokenizer
+from smlp.text.tokenizer_files import DICTIONARY, SENTENCES, files_of, find_tokenizer, record_in, record_of
 
 
 def _folders(path: Path, state: Mapping[str, Any]) -> list[Path]:
@@ -35,7 +35,8 @@ def _folders(path: Path, state: Mapping[str, Any]) -> list[Path]:
 
     Data of sentence_prediction have it in a folder for the first sentences.
     """
-    task = (state.get("cfg") or {}).get("task")
+    cfg = state.get("cfg") if isinstance(state, Mapping) else None
+    task = cfg.get("task") if isinstance(cfg, Mapping) else None
     data = task.get("data") if isinstance(task, Mapping) else getattr(task, "data", None)
     folders = [Path(folder) for folder in str(data or "").split(":") if folder]
     return [path.parent, *(place for folder in folders for place in (folder, folder / SENTENCES))]
@@ -49,6 +50,24 @@ def dictionary_of(path: Path, state: Mapping[str, Any]) -> Path | None:
         state: its content.
     """
     return next((folder / DICTIONARY for folder in _folders(path, state) if (folder / DICTIONARY).is_file()), None)
+
+
+def dictionary_record(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Return the record of the dictionary that a checkpoint was trained with; None if nothing says which it was.
+
+    A checkpoint without a record is taken to be trained with the dictionary inside it, beside it or in its data.
+
+    Raises:
+        UserError: the dictionary cannot be read.
+    """
+    if (record := record_in(checkpoint.state)) is not None:
+        return record
+    if checkpoint.is_export:
+        return record_of(tokenizer_of(checkpoint).vocabulary.symbols) if DICTIONARY in checkpoint.files else None
+    if (found := dictionary_of(checkpoint.path, checkpoint.state)) is None:
+        return None
+    vocabulary = Vocabulary.load(found)
+    return record_of((vocabulary.with_mask() if checkpoint.config.is_bidirectional else vocabulary).symbols)
 
 
 def _find_files(
@@ -86,6 +105,8 @@ def tokenizer_of(
             try:
                 return _read(Path(folder) / DICTIONARY, tokenizer or find_tokenizer([Path(folder)]), checkpoint)
             except UserError as error:
+                if tokenizer is not None and folder not in str(error):  # it is of the file that the user names
+                    raise
                 raise UserError(f"in {checkpoint.path}: {str(error).replace(f'{folder}/', '')}") from error
     path, tokenizer = _find_files(checkpoint, dictionary, tokenizer)
     found = _read(path, tokenizer, checkpoint)
@@ -163,17 +184,27 @@ def check_beside(files: Mapping[str, LazyTensor], folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def written_beside(files: Mapping[str, LazyTensor], folder: Path) -> Iterator[None]:
-    """Write the files that a folder lacks; if this or what the block does fails, remove them again."""
+def written_beside(files: Mapping[str, LazyTensor], target: Path) -> Iterator[None]:
+    """Write the files that the folder of a checkpoint lacks, while the block writes the checkpoint.
+
+    If something fails before the checkpoint is there, they are removed again.
+    """
+    folder, before = target.parent, _identity(target)
     lacking = [name for name in files if not (folder / name).exists()]
     try:
         for name in lacking:
             write_whole(folder / name, _to_bytes(files[name]))
         yield
     except BaseException:
-        for name in lacking:
-            (folder / name).unlink(missing_ok=True)
+        if _identity(target) in (before, None):  # an interruption may come when all is written
+            for name in lacking:
+                (folder / name).unlink(missing_ok=True)
         raise
+
+
+def _identity(path: Path) -> int | None:
+    """Return the number of a file on its disk, which one that replaces it does not have; None if there is none."""
+    return path.stat().st_ino if path.exists() else None
 
 
 def bytes_of(path: Path) -> HeldTensor:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from smlp.checkpoint.content import check_is_ours, config_of, moment_problems, progress_problems
 from smlp.checkpoint.export import is_export, prefix_of, read_export, read_safetensors
 from smlp.checkpoint.index import ExpertIndex
@@ -69,6 +71,11 @@ class Checkpoint:
             return model
 
     @property
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters of the skeleton that are trained, by name, in the order of the optimizer's state."""
+        return [pair for pair in self.skeleton.named_parameters() if pair[1].requires_grad]
+
+    @property
     def prefix(self) -> str:
         """Return what the names in ``state["model"]`` begin with."""
         return prefix_of(self.config)
@@ -86,8 +93,8 @@ class Checkpoint:
     @property
     def positions(self) -> dict[str, int]:
         """Return the positions of the expert parameters in the optimizer's state, by name."""
-        numbers = {self.prefix + name: number for number, (name, _) in enumerate(self.skeleton.named_parameters())}
-        return {name: numbers[name] for name in self.expert_names}
+        numbers = {self.prefix + name: number for number, (name, _) in enumerate(self.trained)}
+        return {name: numbers[name] for name in self.expert_names if name in numbers}
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -174,9 +181,7 @@ def _moment_problems(checkpoint: Checkpoint) -> list[str]:
     problems = moment_problems(checkpoint.state, checkpoint.path)
     if problems:
         return problems
-    # what is not trained has no moments
-    parameters = [pair for pair in checkpoint.skeleton.named_parameters() if pair[1].requires_grad]
-    moments = checkpoint.optimizer or {}
+    parameters, moments = checkpoint.trained, checkpoint.optimizer or {}
     if len(moments) == 1 and len(parameters) > 1:
         return []
     for number, of_parameter in moments.items():

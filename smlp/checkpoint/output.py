@@ -22,8 +22,8 @@ from smlp.checkpoint.index import (
     remove_unused_parts,
     size_problem,
 )
-from smlp.checkpoint.lazy import are_equal, as_bytes, mean, rows_of
-from smlp.checkpoint.load import check_beside, dictionary_of, text_files, written_beside
+from smlp.checkpoint.lazy import are_equal, mean, rows_of
+from smlp.checkpoint.load import check_beside, dictionary_record, text_files, written_beside
 from smlp.checkpoint.opened import Checkpoint
 from smlp.checkpoint.parts import detach, write_part
 from smlp.checkpoint.torch_file import write_torch_file
@@ -31,7 +31,7 @@ from smlp.config import differences, flatten
 from smlp.config.ignored_settings import OF_THE_START, ignored_settings
 from smlp.errors import UserError
 from smlp.files import check_writable, is_safetensors, not_writable, write_whole
-from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
+from smlp.text.tokenizer_files import DICTIONARY, RECORD, TOKENIZER_FILES
 
 #: settings that may change while a model is trained
 _OF_TRAINING = {
@@ -81,8 +81,9 @@ def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
     check_beside(checkpoint.files, target.parent)
     _make_folder(target)
     before = _parts_of(target)
-    with written_beside(checkpoint.files, target.parent):
-        write_whole(target, lambda file: write_torch_file(file, checkpoint.state))
+    content = _recorded(checkpoint)
+    with written_beside(checkpoint.files, target):
+        write_whole(target, lambda file: write_torch_file(file, content))
     remove_unused_parts(target.parent, before)
 
 
@@ -104,7 +105,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
     _check_optimizer(checkpoint)
     check_beside(checkpoint.files, target.parent)
     before = _parts_of(target)
-    state = _copied(checkpoint.state)
+    state = _copied(_recorded(checkpoint))
     positions, token, size = checkpoint.positions, new_token(), num_experts // num_parts
     tensors = detach(state, names, positions)
     ids = [tuple(range(first, first + size)) for first in range(0, num_experts, size)]
@@ -124,7 +125,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
             positions=positions,
         )
         content = {**state, INDEX_KEY: index.to_plain()}
-        with written_beside(checkpoint.files, target.parent):
+        with written_beside(checkpoint.files, target):
             write_whole(target, lambda file: write_torch_file(file, content))
         # A run that trains in this folder may have removed the parts before the new checkpoint referred to them.
         for part in parts:
@@ -132,9 +133,11 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
                 target.unlink()
                 raise UserError(f"{problem}; if a run is training in {target.parent}, write to another folder")
     except BaseException:
-        shutil.rmtree((target.parent / files[0]).parent, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            (target.parent / files[0]).parent.parent.rmdir()  # only succeeds if it is empty
+        folder = (target.parent / files[0]).parent
+        if folder not in _parts_of(target):  # an interruption may come when all is written
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                folder.parent.rmdir()  # only succeeds if it is empty
         raise
     remove_unused_parts(target.parent, before)
 
@@ -152,7 +155,7 @@ def _check_optimizer(checkpoint: Checkpoint) -> None:
     Raises:
         UserError: the message says what to do.
     """
-    moments, shapes = checkpoint.optimizer, [tuple(p.shape) for p in checkpoint.skeleton.parameters()]
+    moments, shapes = checkpoint.optimizer, [tuple(parameter.shape) for _, parameter in checkpoint.trained]
     if moments is None:
         return
     last = len(shapes) + checkpoint.num_criterion_parameters
@@ -163,9 +166,9 @@ def _check_optimizer(checkpoint: Checkpoint) -> None:
             shape = tuple(getattr(value, "shape", ()))
             if shape and (number >= len(shapes) or shape[0] != shapes[number][0]):
                 raise UserError(
-                    f"the optimizer state in {checkpoint.path} does not match the model's {len(shapes)} parameters "
-                    f"({moment} {number} has shape {shape}), as with --fp16, which joins them, or adafactor, which "
-                    "keeps means: give --no-optimizer"
+                    f"the optimizer state in {checkpoint.path} does not match the {len(shapes)} parameters that the "
+                    f"model trains ({moment} {number} has shape {shape}), as with --fp16, which joins "
+                    "them, or adafactor, which keeps means: give --no-optimizer"
                 )
 
 
@@ -207,6 +210,13 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return copy
 
 
+def _recorded(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the state to write, in which an export's dictionary, which was inside it, is recorded."""
+    if not checkpoint.is_export or (record := dictionary_record(checkpoint)) is None:
+        return checkpoint.state
+    return {**checkpoint.state, "extra_state": {**checkpoint.state["extra_state"], RECORD: record}}
+
+
 def averaged(checkpoints: Sequence[Checkpoint]) -> Checkpoint:
     """Return a checkpoint with the mean of the weights and everything else of the first, but no optimizer and no moving
     averages (``--store-ema``), which would belong to other weights.
@@ -240,7 +250,7 @@ def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
             f"{first.path} and {other.path} are of different models: {names[0]} is {values[0]} in one and {values[1]} "
             "in the other"
         )
-    if None not in (words := [_dictionary_of(one) for one in (first, other)]) and words[0] != words[1]:
+    if None not in (records := [dictionary_record(one) for one in (first, other)]) and records[0] != records[1]:
         raise UserError(f"{first.path} and {other.path} have different dictionaries")
     different = sorted(ours.keys() ^ theirs.keys())
     if different:
@@ -255,14 +265,6 @@ def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
     for name, tensor in ours.items():
         if not tensor.dtype.is_floating_point and not are_equal(tensor, theirs[name]):
             raise UserError(f"{name} is not the same in {first.path} and {other.path}, and integers cannot be averaged")
-
-
-def _dictionary_of(checkpoint: Checkpoint) -> bytes | None:
-    """Return the dictionary of an export or a checkpoint; None if there is none."""
-    if checkpoint.is_export:
-        return bytes(as_bytes(checkpoint.files[DICTIONARY].load())) if DICTIONARY in checkpoint.files else None
-    found = dictionary_of(checkpoint.path, checkpoint.state)
-    return None if found is None else found.read_bytes()
 
 
 def last_checkpoints(folder: str | Path, count: int, by_update: bool, upper_bound: int | None = None) -> list[Path]:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from smlp.checkpoint.export import PREFIXES, new_history, new_state
 from smlp.checkpoint.lazy import HeldTensor, LazyTensor, MadeTensor, repeated, scaled
+from smlp.checkpoint.load import dictionary_record
 from smlp.checkpoint.opened import Checkpoint
 from smlp.config import SETTINGS, ModelConfig, differences, flatten, unflatten
 from smlp.config.ignored_settings import ignored_settings
@@ -41,7 +42,7 @@ from smlp.moe.routers.hashed import balanced_table, random_table
 from smlp.nn.blocks import sparse_block
 from smlp.nn.build import without_weights
 from smlp.nn.decoder import Decoder
-from smlp.text.tokenizer_files import DICTIONARY, Vocabulary
+from smlp.text.tokenizer_files import DICTIONARY, RECORD, Vocabulary, record_in, record_of
 
 #: small enough that the gate in float32 or float64 equals that of a zero router exactly; representable in bfloat16
 TINY = 1e-20
@@ -183,6 +184,8 @@ def upcycled(
     cfg = dense.state["cfg"]
     cfg = {**cfg, "model": {**cfg["model"], **own, "_name": arch}}
     state = new_state(cfg, model, [new_history(cfg, 0)])
+    if (record := record_in(dense.state)) is not None:
+        state["extra_state"][RECORD] = record
     return Checkpoint(dense.path, state, config, files=dense.files, is_export=dense.is_export)
 
 
@@ -190,13 +193,12 @@ def check_same_dictionary(dense: Checkpoint, data: Path) -> None:
     """Refuse data whose dictionary, if it is there, is not that of the dense model.
 
     Raises:
-        UserError: it has another size, or other symbols than the one beside the checkpoint.
+        UserError: it has another size or other symbols.
     """
     if not (data / DICTIONARY).is_file():
         return
-    theirs, beside = Vocabulary.load(data / DICTIONARY), dense.path.parent / DICTIONARY
-    has_others = not dense.is_export and beside.is_file() and Vocabulary.load(beside).symbols != theirs.symbols
-    if len(theirs) != dense.config.vocab_size or has_others:
+    theirs, record = Vocabulary.load(data / DICTIONARY), dictionary_record(dense)
+    if len(theirs) != dense.config.vocab_size or record not in (None, record_of(theirs.symbols)):
         raise UserError(
             f"--data {data} has another dictionary ({len(theirs)} symbols) than {dense.path} was trained with "
             f"({dense.config.vocab_size})"
@@ -207,7 +209,8 @@ def training_arguments(checkpoint: Checkpoint) -> list[str]:
     """Return the options of ``fairseq-train`` for a checkpoint's model: the architecture and what differs from it."""
     words = ["--arch", checkpoint.arch]
     for name, value in differences(checkpoint.config, preset(checkpoint.arch)).items():
-        if name not in FROM_TASK:
+        # no option turns off a flag that the architecture has on; those of checkpoints change how it is trained alone
+        if name not in FROM_TASK and value is not False:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     options = checkpoint.state["cfg"]["model"]
     words += ["--tokens-per-sample", str(options["tokens_per_sample"])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -248,7 +249,8 @@ def _upcycle(args: argparse.Namespace) -> int:
     sparse = upcycled(dense, args.arch, overrides, args.router_scale, args.seed, frequencies_V)
     write_one_file(sparse, target)
     _report(target)
-    print(f"train it with --finetune-from-model {target} {' '.join(training_arguments(open_checkpoint(target)))}")
+    words = ["--finetune-from-model", str(target), *training_arguments(open_checkpoint(target))]
+    print(f"train it with {shlex.join(words)}")
     return 0
 
 

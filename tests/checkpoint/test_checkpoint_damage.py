@@ -12,6 +12,7 @@ import tracemalloc
 import zipfile
 from functools import reduce
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -304,6 +305,11 @@ def test_adafactor_keeps_other_moments_of_matrices_than_of_vectors() -> None:
         assert any(f"of parameter {number} lacks" in problem for problem in moment_problems(changed, "a.pt"))
 
 
+def test_moments_of_two_kinds_without_axes_are_no_error() -> None:
+    states = {0: {"x_row": torch.tensor(1.0)}, 1: {"y": torch.tensor(1.0)}}
+    assert moment_problems({"last_optimizer_state": {"state": states}}, "a.pt") == []
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -470,6 +476,48 @@ def test_a_split_that_fails_leaves_no_parts(whole: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(output, "write_whole", full)  # of the shared file, after all parts
     assert "No space left" in refused(capsys, "split", whole, "-o", tmp_path / "p" / "x.pt", "--parts", 2)
     assert list((tmp_path / "p").iterdir()) == []
+
+
+def interrupt_when_written(monkeypatch, target: Path) -> None:
+    """Let Ctrl-C come while the folder is forced to the disk, when the file has its name already."""
+    sync = os.fsync
+
+    def interrupted(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), target.parent.stat()):
+            raise KeyboardInterrupt
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+
+
+def test_a_checkpoint_that_is_written_keeps_its_parts(whole: Path, tmp_path: Path, monkeypatch) -> None:
+    target = tmp_path / "x.pt"
+    write_in_parts(open_checkpoint(whole), target, 2)
+    interrupt_when_written(monkeypatch, target)
+    with pytest.raises(KeyboardInterrupt):
+        write_in_parts(open_checkpoint(whole), target, 2)
+    assert problems_of(target) == []
+
+
+def test_a_checkpoint_that_is_written_keeps_its_dictionary(whole: Path, tmp_path: Path, monkeypatch) -> None:
+    target = tmp_path / "new" / "x.pt"
+    assert command("merge", whole, "-o", tmp_path / "export.pt", "--export") == 0
+    export = open_checkpoint(tmp_path / "export.pt")
+    target.parent.mkdir()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(output, "write_torch_file", Mock(side_effect=KeyboardInterrupt))
+        output.write_one_file(export, target)
+    assert list(target.parent.iterdir()) == []
+    write = output.write_whole
+
+    def write_and_interrupt(*arguments) -> None:
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(output, "write_whole", write_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        output.write_one_file(export, target)
+    assert sorted(path.name for path in target.parent.iterdir()) == ["dict.txt", "x.pt"]
 
 
 def test_parts_that_a_run_clears_away_meanwhile_are_noticed(whole: Path, tmp_path: Path, monkeypatch) -> None:

@@ -17,8 +17,10 @@ import smlp
 from smlp.checkpoint import lazy
 from smlp.checkpoint.index import INDEX_KEY
 from smlp.checkpoint.opened import open_checkpoint
+from smlp.checkpoint.output import write_in_parts
 from smlp.cli.main import main
 from smlp.errors import UserError
+from smlp.text.tokenizer_files import RECORD, record_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
@@ -39,6 +41,18 @@ def test_split_and_merge_give_back_every_bit(tmp_path: Path, arch: str, monkeypa
     assert differences(content(whole), content(merged)) == []
     assert list(content(merged)["model"]) == list(content(whole)["model"])
     assert command("verify", whole, split, other, merged) == 0
+
+
+def test_frozen_parameters_have_no_place_among_the_moments(tmp_path: Path) -> None:
+    whole, path = save(tmp_path, "switch_lm_tiny"), tmp_path / "p" / "x.pt"
+    checkpoint = open_checkpoint(whole)
+    before = checkpoint.positions
+    next(checkpoint.skeleton.parameters()).requires_grad_(False)
+    assert checkpoint.positions == {name: number - 1 for name, number in before.items()}
+    optimizer = checkpoint.state["last_optimizer_state"]
+    optimizer["state"] = {number - 1: moments for number, moments in optimizer["state"].items() if number}
+    write_in_parts(checkpoint, path, 2)
+    assert content(path)[INDEX_KEY]["positions"] == checkpoint.positions
 
 
 def test_a_name_that_is_not_utf8_is_no_damage(whole: Path, tmp_path: Path) -> None:
@@ -208,6 +222,12 @@ def test_models_that_have_no_mean_are_named(tmp_path: Path, capsys) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "dictionary" / "kept.txt").rename(tmp_path / "data" / "dict.txt")
     torch.save(state, tmp_path / "dictionary" / "a.pt")
+    (tmp_path / "recorded").mkdir()  # says it itself, without any dict.txt
+    others["record"] = (save(tmp_path / "recorded", "hash_lm_tiny", "a.pt"), ["have different dictionaries"])
+    (tmp_path / "recorded" / "dict.txt").unlink()
+    state = content(tmp_path / "recorded" / "a.pt")
+    state["extra_state"][RECORD] = record_of(["another"])
+    torch.save(state, tmp_path / "recorded" / "a.pt")
     for other, words in others.values():
         error = refused(capsys, "average", first, other, "-o", tmp_path / "mean.pt")
         assert all(word in error for word in [str(first), str(other), *words]), error

@@ -16,6 +16,7 @@ import smlp
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.config import unflatten
 from smlp.nn.decoder import Decoder
+from smlp.text.tokenizer_files import RECORD, Vocabulary, record_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -244,3 +245,23 @@ def test_a_damaged_export_is_one_sentence(whole: Path, tmp_path: Path, change, c
     assert "e.pt" in refused(capsys, "verify", tmp_path / "e.pt")
     with pytest.raises(smlp.UserError, match=r"e\.pt"):
         smlp.load_pretrained(tmp_path / "e.pt")
+
+
+def test_a_wrong_tokenizer_of_the_user_is_not_said_to_be_in_the_export(whole: Path, tmp_path: Path) -> None:
+    export = tmp_path / "e.pt"
+    assert command("merge", whole, "-o", export, "--export") == 0
+    with pytest.raises(smlp.UserError, match=r"^there is no SentencePiece model .*nothere\.model"):
+        smlp.load_pretrained(export, tokenizer=tmp_path / "nothere.model")
+
+
+def test_what_is_made_of_an_export_records_its_dictionary(tmp_path: Path) -> None:
+    """So training with other symbols is refused, also where no dict.txt lies beside it."""
+    whole, export, path = save(tmp_path, "dense_lm_tiny"), tmp_path / "e.safetensors", tmp_path / "new" / "x.pt"
+    assert command("merge", whole, "-o", export) == 0
+    record = record_of(Vocabulary.load(tmp_path / "dict.txt").symbols)
+    for arguments in (("merge",), ("upcycle", "--arch", "hash_lm_tiny", "--num-sparse-layers", 1)):
+        assert command(arguments[0], export, "-o", path, "--force", *arguments[1:]) == 0
+        assert content(path)["extra_state"][RECORD] == record
+    sparse = path
+    assert command("split", sparse, "-o", tmp_path / "p" / "x.pt", "--parts", 2) == 0
+    assert content(tmp_path / "p" / "x.pt")["extra_state"][RECORD] == record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import smlp
 from smlp.checkpoint import lazy, upcycle
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.cli.main import main
+from smlp.config.presets import PRESETS
 from smlp.moe.plan import random_table
 from smlp.nn.decoder import Decoder
+from smlp.text.tokenizer_files import RECORD, Vocabulary, record_of
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:feature_routing=leaky")]
 
@@ -214,6 +217,20 @@ def test_balanced_hash_tables_are_made_of_the_training_data(tmp_path: Path, tiny
         (tmp_path / "data" / "dict.txt").write_text("\n".join(wrong) + "\n")
         assert main([*run, "--force", "--data", str(tmp_path / "data")]) == 1
         assert "has another dictionary" in capsys.readouterr().err
+    # an export has its dictionary inside, and a checkpoint without dict.txt its record
+    (tmp_path / "data" / "dict.txt").write_text("\n".join(lines[::-1]) + "\n")
+    lone = {"export": tmp_path / "lone" / "e.pt", "record": tmp_path / "lone" / "r.pt"}
+    lone["export"].parent.mkdir()
+    assert main(["checkpoint", "merge", str(path), "--export", "-o", str(lone["export"])]) == 0
+    state = torch.load(path)
+    state["extra_state"][RECORD] = record_of(Vocabulary.load(tiny_data / "dict.txt").symbols)
+    torch.save(state, lone["record"])
+    for dense in map(str, lone.values()):
+        again = ["checkpoint", "upcycle", dense, *run[3:], "--force", "--data"]
+        assert main([*again, str(tmp_path / "data")]) == 1
+        assert "has another dictionary" in capsys.readouterr().err
+        assert main([*again, str(tiny_data)]) == 0
+    assert torch.load(tmp_path / "s.pt", weights_only=True)["extra_state"][RECORD] == state["extra_state"][RECORD]
 
 
 def test_from_an_export_and_to_parts(tmp_path: Path) -> None:
@@ -319,6 +336,17 @@ def test_fairseq_trains_on_with_the_options_that_are_printed(
     assert losses[0] == losses[1]
     loaded = torch.load(tmp_path / "on" / "checkpoint_last.pt", weights_only=True)["model"]
     assert differences(torch.load(sparse, weights_only=True)["model"], dict(loaded)) == []
+
+
+def test_the_options_that_are_printed_are_read(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Flags of the architecture cannot be turned off, and a path may have spaces."""
+    monkeypatch.setitem(PRESETS["hash_lm_tiny"], "checkpoint_activations", True)
+    path, out = save(tmp_path, "dense_lm_tiny"), tmp_path / "sp ace.pt"
+    options = ("--arch", "hash_lm_tiny", "--num-sparse-layers", 1, "--num-experts", 4)
+    assert main(["checkpoint", *map(str, ("upcycle", path, "-o", out, *options))]) == 0
+    printed = capsys.readouterr().out.splitlines()[-1].removeprefix("train it with ")
+    assert shlex.split(printed)[:4] == ["--finetune-from-model", str(out), "--arch", "hash_lm_tiny"]
+    assert "--checkpoint-activations" not in printed
 
 
 def test_each_new_layer_gets_a_table_of_its_own_if_asked(tmp_path: Path) -> None:
