@@ -333,8 +333,13 @@ def _opened_lock(path: Path) -> int:
 
 def is_locked(folder: str | Path) -> bool:
     """Return whether a process holds a folder with :func:`locked`."""
+    return is_held(Path(folder) / _LOCK)
+
+
+def is_held(file: str | Path) -> bool:
+    """Return whether a process holds a lock on a file, as it does on one that :func:`write_whole` is writing."""
     try:
-        with open(Path(folder) / _LOCK) as lock:
+        with open(file) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -424,6 +429,8 @@ def renamed_when_whole(temporary: Path, target: Path) -> Iterator[BinaryIO]:
     """Open a file that is forced to the disk and renamed to ``target`` when the block ends, or removed if it fails."""
     try:
         with open(temporary, "wb") as file:
+            with contextlib.suppress(OSError):  # it says that the file is no leftover; some file systems have no locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from smlp.errors import UserError
-from smlp.files import copy_whole, locked, write_whole
+from smlp.files import copy_whole, is_held, locked, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -132,12 +132,15 @@ def save_whole(obj: Any, filename: str) -> None:
 
 
 def remove_leftovers(save_dir: str | Path) -> list[Path]:
-    """Delete half-written files of a killed run from its save-dir; return them.
+    """Delete half-written files of killed processes from a save-dir; return them.
 
-    They are called ``checkpoint*.pt.PID.tmp`` or, as fairseq does it, ``checkpoint*.pt.tmp``.
+    They are called ``checkpoint*.pt.PID.tmp`` or, as fairseq does it, ``checkpoint*.pt.tmp``. Those that another
+    process is writing, such as ``smlp checkpoint average``, stay.
     """
     removed = []
     for leftover in sorted(Path(save_dir).glob("checkpoint*.pt*.tmp")):
+        if is_held(leftover):
+            continue
         with contextlib.suppress(OSError):
             leftover.unlink()
             removed.append(leftover)

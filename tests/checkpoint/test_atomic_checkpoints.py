@@ -208,3 +208,15 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert [path.name for path in saving.remove_leftovers(tmp_path)] == sorted(leftovers)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(keep)
+
+
+def test_what_a_process_is_writing_is_no_leftover(tmp_path: Path) -> None:
+    target, removed = tmp_path / "checkpoint_averaged.pt", []
+
+    def write(file) -> None:
+        file.write(b"whole")
+        removed.extend(saving.remove_leftovers(tmp_path))
+
+    files.write_whole(target, write)
+    assert removed == [] and target.read_bytes() == b"whole"
+    assert not files.is_held(target)
