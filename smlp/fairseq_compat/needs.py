@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,9 @@ def _check_languages(task: Any) -> None:
 
 def has_averages(path: str) -> bool:
     """Return whether a checkpoint was written with ``--store-ema``."""
-    return "ema" in (read_structure(path).get("extra_state") or {})
+    state = read_structure(path)
+    extra = state.get("extra_state") if isinstance(state, Mapping) else None
+    return isinstance(extra, Mapping) and "ema" in extra
 
 
 def _check_files(cfg: Any) -> None:
@@ -260,7 +263,8 @@ def _check_files(cfg: Any) -> None:
             raise UserError(f"--ema-seed-model: there is no checkpoint {cfg.ema.ema_seed_model}")
         if not has_averages(cfg.ema.ema_seed_model):
             raise UserError(
-                f"--ema-seed-model {cfg.ema.ema_seed_model} has no averages: it was trained without --store-ema"
+                f"--ema-seed-model {cfg.ema.ema_seed_model} has no averages: give a checkpoint of a run with "
+                "--store-ema"
             )
     config = cfg.common.quantization_config_path
     if config is not None:

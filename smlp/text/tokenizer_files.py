@@ -74,6 +74,7 @@ class Vocabulary:
         symbols: list[str] = []
         seen = set(SPECIAL_SYMBOLS)
         for number, line in enumerate(lines, start=1):
+            line = line.rstrip()  # as fairseq does
             fields = line.removesuffix(_OVERWRITE).rsplit(" ", 1)
             if len(fields) != 2 or not (fields[1].isascii() and fields[1].isdigit()):
                 raise UserError(f"dictionary {path}, line {number}: expected 'symbol count', got {line[:100]!r}")
@@ -93,7 +94,7 @@ def record_of(symbols: Sequence[str]) -> dict[str, Any]:
 
 def record_in(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return :func:`record_of` the dictionary of a checkpoint; None if it was saved before there were such records."""
-    extra = state.get("extra_state")
+    extra = state.get("extra_state") if isinstance(state, Mapping) else None
     record = extra.get(RECORD) if isinstance(extra, Mapping) else None
     return record if isinstance(record, Mapping) and "symbols" in record else None
 

@@ -23,6 +23,7 @@ from smlp.cli.train import prepare
 from smlp.errors import UserError
 from smlp.fairseq_compat.data import check_dictionary, check_folders, check_split, check_text
 from smlp.fairseq_compat.loading import check_dictionary_of, check_file, check_restore_file
+from smlp.fairseq_compat.needs import has_averages
 from smlp.files import locked
 from smlp.text.tokenizer_files import Vocabulary
 
@@ -593,6 +594,17 @@ def test_a_dictionary_in_another_order_is_refused(tmp_path: Path, caplog) -> Non
     with pytest.raises(UserError, match="from line 3 on"):
         prepare(prepare_cfg)
     assert not (tmp_path / "dict.txt").exists(), "nothing is put beside a checkpoint of another dictionary"
+
+
+@pytest.mark.parametrize("content", [[1, 2], torch.zeros(2), {"model": {}, "cfg": [1]}, {"extra_state": [1]}])
+def test_a_file_of_something_else_is_no_error_of_ours(tmp_path: Path, content: object) -> None:
+    """What it is not is said when it is read."""
+    path = tmp_path / "x.pt"
+    torch.save(content, path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dict.txt").write_text("a 1\n")
+    check_dictionary_of(str(path), tmp_path / "data", SimpleNamespace(other_dictionary=False))
+    assert not has_averages(str(path))
 
 
 @pytest.mark.slow

@@ -86,6 +86,8 @@ def test_a_symbol_stands_once_in_a_dictionary(tmp_path):
         Vocabulary.load(tmp_path / "dict.txt")
     (tmp_path / "dict.txt").write_text("a 1\na 1 #fairseq:overwrite\n")
     assert len(Vocabulary.load(tmp_path / "dict.txt")) == 6
+    (tmp_path / "dict.txt").write_text("a 1 \nb 1\t\na 1 #fairseq:overwrite \n")  # which fairseq reads too
+    assert Vocabulary.load(tmp_path / "dict.txt").symbols[4:] == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize("mapped", [False, True])
