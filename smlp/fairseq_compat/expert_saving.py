@@ -56,7 +56,7 @@ def apply() -> None:
         try:
             path = save(cfg, trainer, epoch_itr, val_loss)
         except BaseException as error:
-            saving.tell(UserError(f"rank 0 could not save: {error}"))
+            saving.tell(UserError(saving.failure or f"rank 0 could not save: {error}"))
             raise
         finally:
             trainer.expert_saving = None
@@ -73,6 +73,8 @@ class ExpertSaving:
     def __init__(self, trainer: Any, experts: SpreadExperts) -> None:
         self.trainer, self.experts = trainer, experts
         self.positions = experts.positions(trainer.get_model())
+        #: why a rank could not write its part, with its number
+        self.failure = ""
 
     def save(self, filename: str, extra_state: dict[str, Any]) -> str:
         """Write one checkpoint and return its path; called on rank 0.
@@ -86,9 +88,9 @@ class ExpertSaving:
         logger.info(f"Saving checkpoint to {path}")
         self.tell((os.path.dirname(path), token))
         tensors, answers = self._write_own_part(os.path.dirname(path), token)
-        failed = [answer for answer in answers if isinstance(answer, str)]
-        if failed:
-            raise UserError(failed[0])
+        self.failure = next((answer for answer in answers if isinstance(answer, str)), "")
+        if self.failure:
+            raise UserError(self.failure)
         parts = [answer for answer in answers if isinstance(answer, Part)]
         state = self.trainer.state_dict()
         detach(state, self.experts.names, self.positions)
