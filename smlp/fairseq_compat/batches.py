@@ -51,12 +51,16 @@ def _keep_last_batches() -> None:
         try:
             batches = list(cut(indices, *rest, **kw))
         except AssertionError as error:
-            longest, most = numpy.max(kw.get("num_tokens_vec")), kw.get("max_tokens")
+            tokens, most = kw.get("num_tokens_vec"), kw.get("max_tokens")
+            if tokens is None:
+                tokens = [(kw.get("num_tokens_fn") or rest[0])(index) for index in indices]
+            longest = numpy.max(tokens)
             if most is None or longest <= most:
                 raise
             raise UserError(
                 f"a batch of {most} tokens has no room for the longest sample, which has {longest}: raise --max-tokens "
-                "(for validation, --max-tokens-valid), or lower --tokens-per-sample"
+                "(for validation, --max-tokens-valid), or lower --tokens-per-sample (of sentences and questions, "
+                "--max-positions)"
             ) from error
         kept = sum(len(batch) for batch in batches)
         return [*batches, indices[kept:]] if kept < len(indices) else batches
@@ -94,7 +98,9 @@ def _refuse_long_samples() -> None:
         if isinstance(sizes, list) and len(sizes) == 1:  # of sentence_prediction
             (sizes,) = sizes
         if limit is not None and isinstance(sizes, numpy.ndarray) and sizes.ndim == 1:
-            check_lengths(sizes[indices], limit, may_leave_out=ignore_invalid_inputs)
+            check_lengths(
+                sizes[indices], limit, getattr(self, "args", None) or self.cfg, may_leave_out=ignore_invalid_inputs
+            )
         return leave_out(self, indices, dataset, max_positions, ignore_invalid_inputs)
 
     LanguageModelingTask.eval_lm_dataloader = eval_lm_dataloader
@@ -193,7 +199,7 @@ def _save_number_of_ranks() -> None:
                 raise
             raise UserError(
                 f"the checkpoint was written after {own['iterations_in_epoch']:,} batches of an epoch, and an epoch of "
-                f"this run has {len(self.frozen_batches) // self.num_shards:,}: train on the same data with the same "
+                f"this run has {len(self):,}: train on the same data with the same "
                 "--batch-size, --max-tokens and --tokens-per-sample, or give --reset-dataloader"
             ) from error
 
@@ -201,12 +207,13 @@ def _save_number_of_ranks() -> None:
     EpochBatchIterator.load_state_dict = load_state_dict
 
 
-def check_lengths(lengths: numpy.ndarray, limit: int, may_leave_out: bool) -> None:
+def check_lengths(lengths: numpy.ndarray, limit: int, options: Any, may_leave_out: bool) -> None:
     """Refuse samples that are too long where fairseq ends in a traceback.
 
     Args:
         lengths: tokens of each sample.
         limit: the smallest of the model's context and fairseq's limits.
+        options: of the task; the message names those that it has.
         may_leave_out: some may be left out, as in training, but not all.
 
     Raises:
@@ -215,13 +222,17 @@ def check_lengths(lengths: numpy.ndarray, limit: int, may_leave_out: bool) -> No
     too_long = int((lengths > limit).sum())
     if too_long == 0 or (may_leave_out and too_long < len(lengths)):
         return
-    remedy = (
-        "lower --tokens-per-sample, or raise --max-tokens and --max-target-positions (of sentences, --shorten-method "
-        "truncate)"
-        if too_long == len(lengths)
-        else "--skip-invalid-size-inputs-valid-test leaves them out of validation, --sample-break-mode none with a "
-        "--tokens-per-sample that is no larger cuts them (of sentences, --shorten-method truncate)"
-    )
+    is_cut = hasattr(options, "tokens_per_sample")
+    room = "--max-target-positions" if hasattr(options, "max_target_positions") else "--max-positions"
+    if too_long == len(lengths):
+        remedy = f"{'lower --tokens-per-sample, or ' if is_cut else ''}raise --max-tokens and {room}"
+    else:
+        remedy = "--skip-invalid-size-inputs-valid-test leaves them out of validation, " + (
+            "--sample-break-mode none with a --tokens-per-sample that is no larger cuts them"
+            if is_cut
+            else f"a larger {room} keeps them"
+        )
+    remedy += " (of sentences, --shorten-method truncate)" if hasattr(options, "shorten_method") else ""
     raise UserError(
         f"{too_long:,} of {len(lengths):,} samples are longer than {limit} tokens, the longest has {lengths.max()}: "
         f"{remedy}"

@@ -246,6 +246,59 @@ def test_no_sample_is_dropped(applied, count: int) -> None:
     assert all(len(batch) <= 16 for batch in batches)
 
 
+def test_a_sample_longer_than_a_batch_is_refused_by_every_task(applied) -> None:
+    """Those of masked_lm, sentence_prediction and squad tell the length of one sample at a time."""
+    import numpy
+    from fairseq.data import data_utils
+
+    for lengths in (None, numpy.array([3, 9, 4])):
+        with pytest.raises(UserError, match="a batch of 5 tokens has no room for the longest sample, which has 9"):
+            data_utils.batch_by_size(
+                numpy.arange(3), num_tokens_fn=[3, 9, 4].__getitem__, num_tokens_vec=lengths, max_tokens=5
+            )
+
+
+def test_a_position_behind_the_epoch_is_compared_with_its_batches(applied) -> None:
+    from fairseq.data import FairseqDataset
+    from fairseq.data.iterators import EpochBatchIterator
+
+    batches = EpochBatchIterator(
+        FairseqDataset(), collate_fn=None, batch_sampler=[[index] for index in range(5)], num_shards=2
+    )
+    state = {"version": 2, "epoch": 1, "iterations_in_epoch": 4, "shuffle": True, "num_shards": 2}
+    with pytest.raises(UserError, match="after 4 batches of an epoch, and an epoch of this run has 3:"):
+        batches.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("task", "some", "every"),
+    [
+        (
+            {"tokens_per_sample": 8, "max_target_positions": None, "shorten_method": "none"},
+            "--sample-break-mode none with a --tokens-per-sample that is no larger cuts them (of sentences, "
+            "--shorten-method truncate)",
+            "lower --tokens-per-sample, or raise --max-tokens and --max-target-positions (of sentences, "
+            "--shorten-method truncate)",
+        ),
+        (
+            {"max_positions": 8, "shorten_method": "none"},
+            "a larger --max-positions keeps them (of sentences, --shorten-method truncate)",
+            "raise --max-tokens and --max-positions (of sentences, --shorten-method truncate)",
+        ),
+        ({"max_positions": 8}, "a larger --max-positions keeps them", "raise --max-tokens and --max-positions"),
+    ],
+)
+def test_the_remedy_for_long_samples_names_options_of_the_task(task, some, every) -> None:
+    import numpy
+
+    from smlp.fairseq_compat.batches import check_lengths
+
+    for lengths, said in (([9, 3], some), ([9, 9], every)):
+        with pytest.raises(UserError) as error:
+            check_lengths(numpy.array(lengths), 8, argparse.Namespace(**task), may_leave_out=False)
+        assert str(error.value).endswith(said), error.value
+
+
 READING = """
 import atexit, threading
 atexit.register(lambda: print(threading.active_count()))  # the last to be called
