@@ -17,15 +17,13 @@ OF_THE_START = {
 
 def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
     """Return, for each setting that only some models use, whether this one does, and if not, why."""
-    sparse, kinds = config.num_sparse_layers > 0, config.kinds
+    sparse, kinds, no_layers = config.num_sparse_layers > 0, config.kinds, "the model has no sparse layers"
 
     def of(names: str, condition: bool, reason: str) -> dict[str, tuple[bool, str]]:
         return {name: (condition, reason) for name in names.split()}
 
     takes_part = {
-        **of(
-            "num_experts router sparse_block sparse_placement expert_dropout", sparse, "the model has no sparse layers"
-        ),
+        **of("num_experts router sparse_block sparse_placement expert_dropout", sparse, no_layers),
         **of("num_heads", any(kind.has_heads for kind in config.block_kinds), "the model has no heads"),
         **of("feature_routing feature_experts spatial_bias_init", config.has_feature_moe, "the model has no sMoE"),
         **of(
@@ -41,12 +39,13 @@ def _takes_part(config: ModelConfig) -> dict[str, tuple[bool, str]]:
     for name in dict.fromkeys(name for router in ROUTERS.values() for name in router.takes):
         takers = [router.name for router in ROUTERS.values() if name in router.takes]
         words = f"not {takers[0]}" if len(takers) == 1 else f"neither {', '.join(takers[:-1])} nor {takers[-1]}"
-        takes_part[name] = sparse and name in config.router_kind.takes, f"the router is {words}"
+        reason = f"the router is {words}" if sparse else no_layers
+        takes_part[name] = sparse and name in config.router_kind.takes, reason
     if "hash_kind" not in config.router_kind.takes and not config.base_warmup:
         for name in ("hash_seed", "hash_tables"):
             if takes_part[name][0]:
                 takes_part[name] = False, "the router has no table of ids without base_warmup"
-    if "hash_kind" in config.router_kind.takes and config.hash_kind == "balanced":
+    if sparse and "hash_kind" in config.router_kind.takes and config.hash_kind == "balanced":
         takes_part["hash_seed"] = False, "the frequencies of tokens decide the table of hash_kind=balanced"
     if any(kind.keeps_sequences_whole for kind in config.block_kinds) and takes_part["base_shuffle"][0]:
         takes_part["base_shuffle"] = False, "experts of whole sequences do not take tokens of other ranks"

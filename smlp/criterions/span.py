@@ -32,6 +32,7 @@ def best_answers(scores_Bn2: Tensor, prefix_B: Tensor, length_B: Tensor, longest
     place_n = torch.arange(scores_Bn2.shape[1], device=scores_Bn2.device)
     is_outside_Bn = (place_n < prefix_B[:, None]) | (place_n >= (prefix_B + length_B)[:, None])
     first_Bn, last_Bn = scores_Bn2.masked_fill(is_outside_Bn[:, :, None], -math.inf).unbind(-1)
+    longest = min(longest, len(place_n))
     padded = functional.pad(last_Bn, (0, longest - 1), value=-math.inf)
     best_last_Bn, more_Bn = padded.unfold(1, longest, 1).max(dim=-1)  # over (B, n, A)
     best_B, place_B = (first_Bn + best_last_Bn).max(dim=1)

@@ -192,6 +192,12 @@ def test_a_model_that_no_memory_holds_is_not_built():
     [
         ("dense_lm_tiny", {"num_experts": 9}, {"num_experts": "the model has no sparse layers"}),
         ("gmlp_lm_tiny", {"router": "switch"}, {"router": "the model has no sparse layers"}),
+        ("gmlp_lm_tiny", {"base_gate": "one"}, {"base_gate": "the model has no sparse layers"}),
+        (
+            "gmlp_lm_tiny",
+            {"router": "hash", "hash_kind": "balanced", "hash_seed": 3},
+            dict.fromkeys(("router", "hash_kind", "hash_seed"), "the model has no sparse layers"),
+        ),
         ("base_lm_tiny", {"feature_routing": "leaky"}, {"feature_routing": "the model has no sMoE"}),
         ("hash_lm_tiny", {"capacity_factor": 2.0}, {"capacity_factor": "the router is neither switch nor gshard"}),
         ("switch_lm_tiny", {"second_expert": "all"}, {"second_expert": "the router is not gshard"}),
