@@ -75,7 +75,7 @@ def apply() -> None:
         if None in filenames:
             raise UserError("no checkpoint to load: give one with --path")
         try:
-            return load_ensemble(filenames, overrides, *rest, **kw)
+            models, cfg, task = load_ensemble(filenames, overrides, *rest, **kw)
         except OSError as error:
             if "Model file not found" not in str(error):
                 raise
@@ -84,6 +84,11 @@ def apply() -> None:
             if "loading state_dict" not in str(error):
                 raise
             raise UserError(unfitting(", ".join(filenames), error)) from error
+        # a task has its options as the one or the other
+        if data := getattr(getattr(task, "args", None) or task.cfg, "data", None):
+            for path in filter(Path.is_file, map(Path, filenames)):
+                check_dictionary_of(str(path), split_paths(data)[0], cfg.model, may_differ=False)
+        return models, cfg, task
 
     @functools.wraps(resume)
     def load_checkpoint(cfg: Any, trainer: Any, **kw: Any) -> Any:
@@ -93,7 +98,7 @@ def apply() -> None:
             check_dictionary_of(path, split_paths(data)[0], trainer.cfg.model)
         if trainer.data_parallel_rank == 0 and not cfg.no_save:
             for leftover in remove_leftovers(cfg.save_dir):
-                logger.info(f"removed {leftover}, which an interrupted run left half-written")
+                logger.info(f"removed {leftover}, which an interrupted process left half-written")
         resumed = resume(cfg, trainer, **kw)
         leave_if_done(trainer)
         return resumed
@@ -187,8 +192,9 @@ def check_moments(path: str, trainer: Any) -> None:
             shape = getattr(moments[parameter][kind], "shape", None)
             if shape != parameter.shape:
                 raise UserError(
-                    f"{path} is damaged, or has a longer context: {kind} of parameter {name} is {list(shape or ())}, "
-                    f"the parameter {list(parameter.shape)}; --reset-optimizer starts with new moments"
+                    f"{path} is damaged, or has a longer context or another --num-classes: {kind} of parameter {name} "
+                    f"is {list(shape or ())}, the parameter {list(parameter.shape)}; --reset-optimizer starts with "
+                    "new moments"
                 )
     if without:
         logger.warning(
@@ -295,7 +301,7 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
     return None
 
 
-def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
+def check_dictionary_of(path: str, data: str | Path, model: Any, may_differ: bool = True) -> None:
     """Refuse a checkpoint whose dictionary has the same size as that of the data, but other symbols or another order:
     each weight of the embedding would stand for another symbol.
 
@@ -303,9 +309,10 @@ def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
 
     Args:
         path: of the checkpoint.
-        data: folder of the data to train on.
-        model: options of the model, with ``other_dictionary`` if it is one of this package's. Unless that is False, the
-            difference is only logged as a warning.
+        data: folder of the data to train on, or to score.
+        model: options of the model, with ``other_dictionary`` if it is one of this package's. The difference from
+            another package's model is only logged as a warning.
+        may_differ: whether ``other_dictionary`` allows another dictionary, as in training.
 
     Raises:
         UserError: the message names both dictionaries and the first line that differs.
@@ -314,11 +321,10 @@ def check_dictionary_of(path: str, data: str | Path, model: Any) -> None:
     ours = next((place / DICTIONARY for place in places if (place / DICTIONARY).is_file()), None)
     if ours is None or (difference := _difference(path, ours)) is None:
         return
-    if getattr(model, "other_dictionary", None) is False:
-        raise UserError(
-            f"{difference}: binarise the data with the first one (fairseq-preprocess --srcdict), or give "
-            "--other-dictionary if that is what you want"
-        )
+    allowed = getattr(model, "other_dictionary", None)
+    if allowed is False or (allowed and not may_differ):
+        or_not = ", or give --other-dictionary if that is what you want" if may_differ else ""
+        raise UserError(f"{difference}: binarise the data with the first one (fairseq-preprocess --srcdict){or_not}")
     logger.warning(difference)
 
 

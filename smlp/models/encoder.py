@@ -143,7 +143,7 @@ class MLPEncoder(FairseqEncoderModel):
                 f"{2 * T - 1} numbers, all other weights over positions those of the first {T}"
             )
         dropped = [name for name in state if name.startswith(_HEADS) and shapes.get(name) != state[name].shape]
-        fresh = [name for name in own if name.startswith(_HEADS) and name not in state]
+        fresh = [name for name in own if name.startswith(_HEADS) and (name not in state or name in dropped)]
         for what, names in (("leaves out", dropped), ("begins with new weights in", fresh)):
             if names:
                 logger.info(f"this run {what} {', '.join(names)}")

@@ -58,7 +58,7 @@ def check_fit(
         if name.endswith(_SPATIAL_WEIGHTS) and theirs[-1] != ours[-1]:
             if config.is_bidirectional and len(ours) == 2:  # a number for each of 2T-1 distances
                 theirs, ours = (theirs[-1] // 2 + 1,), (ours[-1] // 2 + 1,)
-            if config.prefix_tokens:
+            if config.prefix_tokens and ".feature_moe." in name:
                 raise UserError(
                     f"the checkpoint predicts {theirs[-1]} positions of a sample, but a context of "
                     f"{config.max_tokens} with --prefix-fraction {config.prefix_fraction} asks for {ours[-1]} "

@@ -147,6 +147,17 @@ def test_the_log_says_that_a_longer_context_is_cut(caplog, arch, max_tokens):
     assert caplog.messages == [said] * (max_tokens == 12 and arch != "bert_mlm_rel_tiny")
 
 
+def test_the_log_says_that_a_head_of_other_classes_begins_anew(caplog):
+    sizes = {"vocab_size": 20, "embed_dim": 8, "ffn_dim": 8, "num_dense_layers": 1, "max_tokens": 12}
+    two, three = (MLPEncoder(CoreEncoder(None, smlp.build("gmlp_mlm_tiny", **sizes))) for _ in range(2))
+    two.register_classification_head("topic", 2)
+    three.register_classification_head("topic", 3)
+    with caplog.at_level("INFO", logger="smlp.models.encoder"):
+        three.load_state_dict(two.state_dict())
+    names = ", ".join(f"encoder.core.sentence_heads.topic.proj.{name}" for name in ("weight", "bias"))
+    assert caplog.messages == [f"this run leaves out {names}", f"this run begins with new weights in {names}"]
+
+
 def test_held_out_text_is_masked_alike_with_every_seed(trained):
     _, results = trained
     assert results["same weights"].rc == 0, results["same weights"].stderr[-2000:]

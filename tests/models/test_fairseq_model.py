@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -207,27 +208,36 @@ def test_which_settings_of_a_checkpoint_count(arch, then, now, said):
 @pytest.mark.parametrize(
     ("arch", "now", "said"),
     [
-        ("gmlp_lm_tiny", 65, r"64 tokens but --tokens-per-sample asks for a model of 65 \(--add-bos-token adds one\)"),
-        ("gmlp_lm_tiny", 80, "64 tokens but --tokens-per-sample asks for a model of 80$"),
+        (
+            "gmlp_lm_tiny",
+            {"max_tokens": 65},
+            r"64 tokens but --tokens-per-sample asks for a model of 65 \(--add-bos-token adds one\)",
+        ),
+        ("gmlp_lm_tiny", {"max_tokens": 80}, "64 tokens but --tokens-per-sample asks for a model of 80$"),
+        ("smlp_partial_tiny", {"max_tokens": 80}, "64 tokens but --tokens-per-sample asks for a model of 80$"),
         (
             "smlp_partial_tiny",
-            80,
-            "64 positions of a sample, but a context of 80 with --prefix-fraction 0.2 asks for",
+            {"prefix_fraction": 0.5},
+            "predicts 51 positions of a sample, but a context of 64 with --prefix-fraction 0.5 asks for 32 after a "
+            "prefix of 32",
         ),
     ],
 )
 def test_another_context_is_refused_in_the_words_of_the_options(arch, now, said):
-    small = {"embed_dim": 16, "ffn_dim": 16, "vocab_size": 20}
-    then, now = (smlp.build(arch, max_tokens=max_tokens, **small) for max_tokens in (64, now))
+    small = {"embed_dim": 16, "ffn_dim": 16, "vocab_size": 20, "max_tokens": 64}
+    then, now = (smlp.build(arch, **{**small, **changed}) for changed in ({}, now))
     shapes = {name: tensor.shape for name, tensor in now.state_dict().items()}
     with pytest.raises(smlp.UserError, match=said):
         check_fit(then.state_dict(), now.state_dict(), shapes, now.config)
 
 
 @pytest.fixture(scope="module")
-def tools(old_checkpoint, tiny_data, run_fairseq_many):
+def tools(old_checkpoint, tiny_data, tmp_path_factory, run_fairseq_many):
     """fairseq's other tools on a trained checkpoint, and input that they must refuse."""
-    path = old_checkpoint
+    path, turned = old_checkpoint, tmp_path_factory.mktemp("turned") / "data"
+    shutil.copytree(tiny_data, turned)
+    lines = (tiny_data / "dict.txt").read_text().splitlines()
+    (turned / "dict.txt").write_text("\n".join(lines[::-1]) + "\n")
     common = [tiny_data, "--user-dir", USER_DIR, "--path", path]
     cases = {
         "eval-lm": ("eval_lm", [*common, "--gen-subset", "valid", "--tokens-per-sample", "24", "--batch-size", "4"]),
@@ -246,6 +256,10 @@ def tools(old_checkpoint, tiny_data, run_fairseq_many):
         "context too long": (
             "eval_lm",
             [*common, "--gen-subset", "valid", "--tokens-per-sample", "48", "--max-target-positions", "48"],
+        ),
+        "other dictionary": (
+            "eval_lm",
+            [turned, *common[1:], "--gen-subset", "valid", "--tokens-per-sample", "24", "--batch-size", "4"],
         ),
     }
     results = run_fairseq_many([{"tool": tool, "args": args} for tool, args in cases.values()])
@@ -316,6 +330,14 @@ def test_a_longer_context_than_the_models_is_refused(tools):
     assert run.rc == 1
     assert re.search(r"smlp: error: .*48.*24", run.stderr), run.stderr[-1500:]
     assert "Traceback" not in run.stderr
+
+
+def test_data_of_another_dictionary_are_not_scored(tools):
+    _, results = tools
+    run = results["other dictionary"]
+    assert run.rc == 1 and "Traceback" not in run.stderr
+    (error,) = run.errors
+    assert "old.pt was trained with" in error and error.endswith("(fairseq-preprocess --srcdict)"), error
 
 
 def test_bad_settings_are_one_sentence(tiny_data, tools, tmp_path, run_fairseq_many):
