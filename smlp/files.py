@@ -339,7 +339,7 @@ def is_locked(folder: str | Path) -> bool:
 def is_held(file: str | Path) -> bool:
     """Return whether a process holds a lock on a file, as it does on one that :func:`write_whole` is writing."""
     try:
-        with open(file) as lock:
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

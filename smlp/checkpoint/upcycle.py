@@ -209,7 +209,7 @@ def training_arguments(checkpoint: Checkpoint) -> list[str]:
     """Return the options of ``fairseq-train`` for a checkpoint's model: the architecture and what differs from it."""
     words = ["--arch", checkpoint.arch]
     for name, value in differences(checkpoint.config, preset(checkpoint.arch)).items():
-        # no option turns off a flag that the architecture has on; those of checkpoints change how it is trained alone
+        # No option turns off a flag that the architecture has on; training warns of one that changes results.
         if name not in FROM_TASK and value is not False:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     options = checkpoint.state["cfg"]["model"]
