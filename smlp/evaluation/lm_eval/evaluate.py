@@ -137,9 +137,9 @@ def evaluate(
             if not isinstance(error, _THEIRS) and any(frame.filename.startswith(_OURS) for frame in inside):
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            remedy = "; --data-dir or --include-path has tasks read local files" if isinstance(error, OSError) else ""
             raise UserError(
-                f"lm-evaluation-harness cannot run {', '.join(tasks)} ({type(error).__name__}: {reason}); --data-dir "
-                "or --include-path has tasks read local files"
+                f"lm-evaluation-harness cannot run {', '.join(tasks)} ({type(error).__name__}: {reason}){remedy}"
             ) from error
         names = ("num_truncated", "num_partly_scored", "num_without_token")
         counts = model.team.gather([getattr(model, name) for name in names])
