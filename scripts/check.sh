@@ -14,7 +14,7 @@ if [ "${1:-}" = --fix ]; then
     "$VENV/bin/ruff" format --quiet .
 fi
 static_checks
-# Rooms whose tests start no processes.
+# Rooms whose tests are quick.
 export OMP_NUM_THREADS=1
 "$VENV/bin/python" -m pytest --quiet --numprocesses logical --maxprocesses 4 --dist loadfile \
     tests/config tests/nn tests/moe tests/ops tests/text || fail "tests failed"

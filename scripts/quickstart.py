@@ -231,7 +231,7 @@ def main() -> None:
     data_path = shlex.quote(os.path.relpath(data))
     print(f"""
 done in {minutes:.1f} minutes. Checkpoints: {", ".join(os.path.relpath(run) for run in folders.values())}
-the next three commands to try (after: source {os.path.relpath(ROOT / ".venv/bin/activate")}):
+the next three commands to try (after: source {shlex.quote(os.path.relpath(ROOT / ".venv/bin/activate"))}):
   smlp generate --path {best} --prompt "The module" --top-p 0.9
   smlp leak-test --path {best}
   smlp eval-lm {data_path} --path {best} --gen-subset test --batch-size 32""")

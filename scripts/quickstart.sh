@@ -16,7 +16,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 case " $* " in
 *" --help "* | *" -h "*)
     sed -n '2,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
-    [ -x "$VENV/bin/python" ] || exit 0 # the options below need the installation
+    "$VENV/bin/python" -c "import smlp, fairseq" 2> /dev/null || exit 0 # the options below need the installation
     ;;
 *) make_environment "plots" ;;
 esac

@@ -19,7 +19,8 @@ if [ ! -d "$data" ]; then
 fi
 
 train() {
-    local name="$1" last="$out/$1/last.pth.tar"
+    local name="$1${LIMIT:-}"
+    local last="$out/$name/last.pth.tar"
     shift
     if [ -f "$last" ]; then
         set -- "$@" --resume "$last"
@@ -37,6 +38,6 @@ train mixer --model smlp_mixer_tiny --model-kwargs num_layers=4 embed_dim=64 tok
 train gmlp --model smlp_gmlp_tiny --model-kwargs num_layers=4 embed_dim=64 ffn_dim=384 || status=1
 wait $! || status=1
 [ "$status" -eq 0 ] || exit 1
-for name in mixer gmlp; do
+for name in "mixer${LIMIT:-}" "gmlp${LIMIT:-}"; do
     $smlp vision evaluate "$out/$name/model_best.pth.tar" --data-dir "$data" --workers 0 --json "$out/$name.json"
 done

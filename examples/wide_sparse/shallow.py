@@ -5,7 +5,8 @@
     python examples/wide_sparse/shallow.py data/mnist --epochs 10    # minutes
 
 AdamW, cosine from 0.01 to 0, as in Hayase and Karakida, 2024 (C.1), which says nothing of batch, decay, bias and start:
-here 128 images, 0.01, none, and variance 1 / inputs. Images stay in memory and are not augmented.
+here 128 images, 0.01, none, and variance 1 / inputs (Bc: torch's own start). Images stay in memory and are not
+augmented.
 """
 
 from __future__ import annotations

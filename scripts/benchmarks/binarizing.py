@@ -19,6 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from data_prep.tokenize.models import pieces_of, train_sentencepiece
+from smlp.cli.main import guarded
+from smlp.errors import UserError
 from smlp.text.binarized import read_fairseq_tokens
 
 TRAINING_LINES = 10_000
@@ -33,6 +35,8 @@ def main() -> int:
     parser.add_argument("--vocab-size", type=int, default=8000)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()
+    if min(options.workers) < 1:
+        raise UserError(f"--workers must be at least 1, got {min(options.workers)}")
     with tempfile.TemporaryDirectory() as folder:
         return measure(Path(folder), options)
 
@@ -117,4 +121,4 @@ def _seconds(command: list[str]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -77,8 +77,8 @@ def as_markdown(about: dict[str, Any], rows: Iterable[Row], absent: dict[str, st
         "`python scripts/benchmark.py --markdown FILE` wrote this page; [performance.md](performance.md) explains it.",
         f"Measured on {about['date']}: {about['device']}; {known}.",
         "",
-        "The times are medians of alternatives that take turns, but for the start of a process (the least of five) and",
-        "what is measured once (memory, totals). The ratio is theirs / ours.",
+        "The times are medians of alternatives that take turns, but for the start of a process (the least of a few)",
+        "and what is measured once (memory, totals). The ratio is theirs / ours.",
     ]
     section = None
     for row in rows:

@@ -379,6 +379,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     try:
         print({**CHECKS, **FIGURES}[options.name](options.device, options.out))
     except (Wrong, smlp.UserError) as error:

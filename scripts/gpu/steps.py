@@ -29,7 +29,9 @@ sys.path[:0] = [str(ROOT), str(FOLDER)]
 import checks  # noqa: E402
 import torch  # noqa: E402
 
+from smlp.cli.main import guarded  # noqa: E402
 from smlp.errors import last_line  # noqa: E402
+from smlp.files import write_whole  # noqa: E402
 from smlp.launch.environment import environment  # noqa: E402
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -114,7 +116,7 @@ def run_steps(steps: list[Step], out: Path, name: str, end: float) -> int:
             continue
         record = _run(step, out, min(60 * step.minutes, left))
         records[step.name] = {**record, "code": code}
-        record_file.write_text(json.dumps({"about": about, "steps": records}, indent=2) + "\n")
+        write_whole(record_file, (json.dumps({"about": about, "steps": records}, indent=2) + "\n").encode())
         print(f"{step.name}: {record['status']} in {record['seconds']:.0f} s: {record['message']}", flush=True)
         if record["status"] == TIME_IS_UP:
             is_up = True
@@ -165,4 +167,4 @@ def _run(step: Step, out: Path, seconds: float) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -237,7 +237,7 @@ def claims_table(results: Results) -> Table | None:
         Column("where", "where", paper.SOURCE),
         Column("printed", "by the paper's numbers", "the first model's number over the second's, less one, per cent"),
         Column(
-            "measured", "here", "the same ratio, see the column's cells in report.json for the files; 95 % interval"
+            "measured", "here", "the same ratio, see the column's cells in claims.json for the files; 95 % interval"
         ),
         Column("verdict", "verdict", "agrees or differs if the interval does not hold 0, else not decided"),
     ]

@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and, on rank 0, print the tables; with ``--nproc``, start the ranks that do so."""
-    from smlp.cli.json_file import check_output
+    from smlp.cli.json_file import check_outputs
     from smlp.errors import UserError
     from smlp.files import check_writable
     from smlp.launch.local import run_ranks, this_program
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         return run_ranks([*this_program(), *args.words, "--nproc", "1"], args.nproc)
     trace = _trace_file(args.trace, layout)
     if trace is not None:
-        check_output("--trace", str(trace))
+        check_outputs(trace=str(trace), json=args.json)
         check_writable(trace, "--trace")
     measured = _measure(args, config, place, device, trace)
     if measured is not None:

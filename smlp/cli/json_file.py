@@ -103,9 +103,10 @@ def check_output(option: str, path: str) -> None:
             text = file.read(_LONGEST_BEGINNING).decode(errors="replace")
         if not _is_known(text, _REPORTS if option in ("--json", "--trace") else _LINES):
             raise UserError(f"{option} {path}: a file of another kind exists already: name another one")
-        if not Path(path).parent.is_dir():
-            raise UserError(f"cannot write {option} {path}: there is no folder {Path(path).parent}")
-        place = path if Path(path).exists() else Path(path).parent
+        folder = Path(os.path.realpath(path)).parent if Path(path).is_symlink() else Path(path).parent
+        if not folder.is_dir():
+            raise UserError(f"cannot write {option} {path}: there is no folder {folder}")
+        place = path if Path(path).exists() else folder
         if not os.access(place, os.W_OK):
             raise UserError(f"cannot write {option} {path}: {place} may not be written to")
         if Path(path).is_fifo() and path not in _PIPES:

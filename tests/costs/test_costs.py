@@ -333,10 +333,21 @@ def test_files_of_another_kind_are_not_written_over(option, tmp_path, capsys):
     assert main.main([*TINY, option, str(mine)]) == 1
     assert f"{option} {mine}: a file of another kind exists already" in capsys.readouterr().err
     assert mine.read_text() == "something of value"
+    (tmp_path / "link.json").symlink_to(tmp_path / "none" / "x.json")
+    assert main.main([*TINY, option, str(tmp_path / "link.json")]) == 1
+    assert f"link.json: there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
     os.mkfifo(pipe)
     if option == "--trace":
         assert main.main([*TINY, option, str(pipe)]) == 1
         assert f"cannot write --trace {pipe}: nothing reads from this pipe" in capsys.readouterr().err
+
+
+def test_a_report_does_not_replace_the_trace_of_a_rank(tmp_path, monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    files = ["--trace", str(tmp_path / "t.json"), "--json", str(tmp_path / "t.rank0.json")]
+    assert main.main([*TINY, *files]) == 1
+    assert "t.rank0.json" in capsys.readouterr().err
 
 
 def test_ranks_of_a_launcher_start_no_more(monkeypatch, capsys):

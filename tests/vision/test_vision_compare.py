@@ -233,21 +233,24 @@ echo "$@" >> {log}
 """
 
 
-@pytest.mark.parametrize(("fails", "named"), [("smlp_mixer_tiny", "mixer"), ("smlp_gmlp_tiny", "gmlp"), ("none", None)])
+@pytest.mark.parametrize(
+    ("fails", "named"), [("smlp_mixer_tiny", "mixer5"), ("smlp_gmlp_tiny", "gmlp5"), ("none", None)]
+)
 def test_the_recipe_for_cifar10_trains_two_models_and_evaluates_both(fails, named, tmp_path):
     """A training that fails ends the script, names its log, and does not leave the other one behind."""
     program, log, out = tmp_path / "smlp", tmp_path / "calls", tmp_path / "out"
     program.write_text(STUB.format(log=log, fails=fails))
     program.chmod(0o755)
-    (out / "gmlp").mkdir(parents=True)
-    (out / "gmlp" / "last.pth.tar").touch()
+    for name in ("gmlp5", "mixer"):  # the second is of all images
+        (out / name).mkdir(parents=True)
+        (out / name / "last.pth.tar").touch()
     command = ["bash", str(EXAMPLES / "cifar10.sh"), str(out)]
     environment = {**os.environ, "SMLP": str(program), "EPOCHS": "2", "LIMIT": "5"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
     calls = [line.split() for line in log.read_text().splitlines()]
     trainings = {call[call.index("--experiment") + 1]: call for call in calls if call[1] == "train"}
-    assert trainings.keys() == {"mixer", "gmlp"} and "--resume" not in trainings["mixer"]
-    assert trainings["gmlp"][-2:] == ["--resume", f"{out}/gmlp/last.pth.tar"]
+    assert trainings.keys() == {"mixer5", "gmlp5"} and "--resume" not in trainings["mixer5"]
+    assert trainings["gmlp5"][-2:] == ["--resume", f"{out}/gmlp5/last.pth.tar"]
     evaluated = [call[2] for call in calls if call[1] == "evaluate"]
     if named is None:
         assert done.returncode == 0 and len(evaluated) == 2
