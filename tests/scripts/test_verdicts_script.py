@@ -219,4 +219,4 @@ def test_the_script_writes_what_it_prints(out):
     run = run_python(SCRIPT, out, "--to", out / "there")
     assert run.rc == 1 and "has a verdicts.md of something else" in run.stderr
     run = run_python(SCRIPT, out / "runs")
-    assert run.rc == 1 and run.stderr.startswith("smlp: error: cannot read") and run.stderr.count("\n") == 1
+    assert run.rc == 1 and "experiment.json cannot be read" in run.stderr and run.stderr.count("\n") == 1
