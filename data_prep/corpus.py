@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.flow.streams import read_json
-from smlp.files import check_no_other, read_bytes, write_whole
+from smlp.files import check_no_other, write_whole
 
 SPLITS = ("train", "valid", "test")
 MANIFEST = "manifest.json"
+_UNFINISHED = ".unfinished"  # what an interrupted call has written may be written over
 FILES = (*(f"{name}.txt" for name in SPLITS), MANIFEST)
 
 
@@ -74,18 +75,27 @@ def write_corpus(out: Path, splits: Splits, manifest: dict[str, Any]) -> dict[st
         f"{name}.txt": ("\n\n".join("\n".join(document.paragraphs) for document in splits[name]) + "\n").encode()
         for name in SPLITS
     }
-    if (read_json(out / MANIFEST) or {}).keys() != {"sources", "removed", "splits"}:
-        # a call that was interrupted leaves files of the same content, and no manifest
-        same = [name for name, text in texts.items() if (out / name).is_file() and read_bytes(out / name) == text]
-        check_no_other(out, [name for name in FILES if name not in same])
-    out.mkdir(parents=True, exist_ok=True)
-    (out / MANIFEST).unlink(missing_ok=True)  # its presence marks the corpus as complete
+    if not reopen(out):
+        check_no_other(out, FILES)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / _UNFINISHED).touch()
     for name, text in texts.items():
         write_whole(out / name, text)
     manifest = {**manifest, "splits": {name: split_counts(splits[name]) for name in SPLITS}}
     content = (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode()
     write_whole(out / MANIFEST, content)
+    (out / _UNFINISHED).unlink()
     return manifest
+
+
+def reopen(out: Path) -> bool:
+    """Mark the corpus in a folder as unfinished, so that it is made anew; return False if there is none of ours."""
+    is_ours = (read_json(out / MANIFEST) or {}).keys() == {"sources", "removed", "splits"}
+    if not is_ours and not (out / _UNFINISHED).is_file():
+        return False
+    (out / _UNFINISHED).touch()
+    (out / MANIFEST).unlink(missing_ok=True)  # its presence marks the corpus as complete
+    return True
 
 
 def describe_splits(manifest: dict[str, Any]) -> str:

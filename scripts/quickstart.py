@@ -26,7 +26,7 @@ import training_runs as tools
 from training_runs import BATCH_SIZE, ROOT, TOKENS_PER_SAMPLE, TOKENS_PER_UPDATE, WARMUP_UPDATES
 
 import smlp
-from data_prep.corpus import FILES, MANIFEST, describe_splits
+from data_prep.corpus import MANIFEST, describe_splits, reopen
 from smlp.errors import UserError
 from smlp.evaluation.curves import draw_curves, read_training_log
 from smlp.evaluation.perplexity import Perplexity, measure_text
@@ -265,8 +265,7 @@ def check_settings(options: argparse.Namespace) -> None:
         raise UserError(f"{text} has files of yours, and the text of the run would go there: name another --out")
     tools.settle(options.out, settings, is_fresh)
     if is_fresh and not options.splits:
-        for name in reversed(FILES):  # of a try that came no further than its text
-            (text / name).unlink(missing_ok=True)
+        reopen(text)  # of a try that came no further than its text
 
 
 if __name__ == "__main__":

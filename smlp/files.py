@@ -367,8 +367,17 @@ class NamedFile(io.FileIO):
     """A file to read whose errors name it, as those of ``open`` do."""
 
     def readinto(self, buffer: Any) -> int | None:
-        try:
+        with self._named():
             return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        with self._named():
+            return super().readall()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             error.filename = str(self.name)
             raise
@@ -411,11 +420,14 @@ def write_whole(target: str | Path, content: bytes | Callable[[BinaryIO], object
             return
         except Exception as error:
             cause = _os_error(error)
-            if cause is None or str(cause.filename or target) not in (str(target), str(temporary)):  # what it reads
+            if cause is None:
                 raise
-            if cause.errno not in _TRANSIENT or attempt == _ATTEMPTS:
+            if cause.errno in _TRANSIENT and attempt < _ATTEMPTS:
+                time.sleep(_PAUSE_SECONDS)
+            elif str(cause.filename or target) not in (str(target), str(temporary)):  # of what it reads
+                raise
+            else:
                 raise UserError(_cannot_write(target, cause)) from error
-            time.sleep(_PAUSE_SECONDS)
 
 
 def _temporary(target: Path) -> Path:
@@ -430,7 +442,7 @@ def renamed_when_whole(temporary: Path, target: Path) -> Iterator[BinaryIO]:
     try:
         with open(temporary, "wb") as file:
             with contextlib.suppress(OSError):  # it says that the file is no leftover; some file systems have no locks
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX)  # waits no longer than is_held() looks
             yield file
             file.flush()
             os.fsync(file.fileno())

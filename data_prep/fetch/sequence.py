@@ -62,6 +62,13 @@ def fetch(wanted: Wanted) -> Outcome:
     source, run = wanted.source, wanted.run
     local = local_files(wanted)
     report_left_out(source.paths, FORMATS)
+    parts: Sequence[FilePart] = []
+    if local:
+        cut_text = wanted.reading.documents_of_text != "file"
+        most = sys.maxsize if wanted.limit_documents else min(PART_BYTES, wanted.file_bytes)
+        parts = plan_parts(local, most, cut_text=cut_text)
+        parts = [replace(part, source=source.name) for part in parts]
+        _refuse_small_disk(wanted, parts)  # before the folder is bound to these settings
     begin(run, "fetch", wanted.settings, wanted.restart)
     if wanted.restart:
         with locked(run):  # another command may be at work with them
@@ -73,13 +80,7 @@ def fetch(wanted: Wanted) -> Outcome:
             parts, problems = _downloaded(wanted)
     elif source.hub:
         parts = _requested(wanted, [(name, row, None) for name, row in _shards(wanted)][: wanted.limit_files])
-    else:
-        cut_text = wanted.reading.documents_of_text != "file"
-        most = sys.maxsize if wanted.limit_documents else min(PART_BYTES, wanted.file_bytes)
-        parts = plan_parts(local, most, cut_text=cut_text)
-        parts = [replace(part, source=source.name) for part in parts]
-    if not source.from_web and parts:
-        wanted.refuse_small_disk(None, sum(not is_done(run, _PHASE, part) for part in parts) / len(parts))
+        _refuse_small_disk(wanted, parts)
     finished = run_parts(run, _PHASE, parts, partial(convert, wanted=wanted))
     if finished.results is None:
         return Outcome(finished, problems=problems or finished.failed)
@@ -93,6 +94,11 @@ def fetch(wanted: Wanted) -> Outcome:
     corpus = {"title": source.title, "licence": source.licence, "citation": source.citation, "notes": source.notes}
     manifest = write_manifest(run.out, "fetch", wanted.settings, inputs, finished.results, {"corpus": corpus})
     return Outcome(finished, manifest)
+
+
+def _refuse_small_disk(wanted: Wanted, parts: Sequence[FilePart]) -> None:
+    undone = sum(wanted.restart or not is_done(wanted.run, _PHASE, part) for part in parts)
+    wanted.refuse_small_disk(None, undone / max(len(parts), 1))
 
 
 def local_files(wanted: Wanted) -> list[tuple[Path, Path]]:

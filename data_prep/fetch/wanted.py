@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 from data_prep.fetch.download import Patience, RemoteFile, bytes_there
 from data_prep.fetch.listing import kept_files, named
 from data_prep.fetch.source import Source
-from data_prep.flow.documents import ReadSettings
+from data_prep.flow.documents import FORMATS, ReadSettings
+from data_prep.flow.parts import find_files
 from data_prep.flow.running import StepRun
 from data_prep.flow.streams import compression_of, suffix_of
 from smlp.errors import UserError
@@ -90,6 +92,12 @@ class Wanted:
             kept = named(list(self.source.files), self.source.format)
         return kept
 
+    def _num_local(self) -> int | None:
+        """Return the number of a source's files on disk, with those beyond the limit; None for other sources."""
+        with suppress(UserError):
+            return len(find_files(self.source.paths, FORMATS)) or None
+        return None
+
     def sizes(self, files: Sequence[RemoteFile] | None) -> dict[str, int | None]:
         """Estimate the bytes of downloads, of text and of documents, and the disk space that is still needed.
 
@@ -102,7 +110,7 @@ class Wanted:
             ``download_bytes``, ``text_bytes``, ``document_bytes``, ``needed_bytes``; None for what is unknown.
         """
         size = self.source.size
-        total = size.files or (None if files is None else len(self._listed() or files))
+        total = size.files or (self._num_local() if files is None else len(self._listed() or files))
         number = self.limit_files if files is None else len(files)
         share = 1.0 if total is None or number is None else min(1.0, number / max(total, 1))
         download = None if size.bytes is None else round(size.bytes * share)
@@ -135,9 +143,10 @@ class Wanted:
         """
         need, free = self.sizes(absent)["needed_bytes"], free_bytes(self.out)
         if self.check_space and need is not None and (need := round(need * undone)) > free:
+            less = "--delete-downloads or " if self.source.from_web and not self.delete_downloads else ""
             raise UserError(
                 f"{self.source.name} still needs about {need / 1e9:,.1f} GB in {self.out}, {free / 1e9:,.1f} are free: "
-                "--delete-downloads or --limit-files need less, --no-space-check continues anyway"
+                f"{less}--limit-files (with --restart) would need less, --no-space-check continues anyway"
             )
 
 

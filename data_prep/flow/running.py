@@ -103,7 +103,7 @@ def begin(
         found = read_settings(record)
         may_differ = () if holds_files else until_written
         if found != wanted and _without(found, may_differ) == _without(wanted, may_differ):
-            with locked(run):
+            with locked(replace(run, share=(0, 1))):
                 write_bytes(record, json.dumps(wanted, indent=1).encode())
         elif found != wanted:
             if not restart:
@@ -213,7 +213,9 @@ def run_parts(
             failed = work_on(todo, do_part, run.workers, f"{phase} ({len(todo)} parts{before})", run.quiet)
     stored = [_stored(run.out, state, part, key, temporary) for part in parts]
     for position, (part, row) in enumerate(zip(parts, stored, strict=True)):
-        if row is None and position % number == index and part.name not in failed:
+        if row is not None or position % number != index or part.name in failed:
+            continue
+        if number == 1 or part in todo:  # with shares, another command may have just made it undone
             raise UserError(f"{part.path} changed after it was read: run the same command again")
     missing = sum(row is None for row in stored)
     if missing:

@@ -88,7 +88,7 @@ def check_plot(path: Path) -> None:
     check_matplotlib()
     if not path.parent.is_dir():
         raise UserError(f"cannot write --plot {path}: there is no folder {path.parent}")
-    check_writable(path, "--plot")
+    check_writable(path.resolve() if path.is_symlink() else path, "--plot")
     if path.is_file() and path.stat().st_size:
         with open(path, "rb") as file:
             if file.read(len(_PNG)) != _PNG:

@@ -207,8 +207,7 @@ def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
         reasons.append(f"the first {prefix} positions of each input choose experts")
         if in_blocks:
             reasons[-1] += (
-                f"; with --context-window {prefix} all tokens but the first {prefix - cutting.has_start} of the text "
-                "are scored"
+                f"; with --context-window {prefix} all tokens but at most the first {prefix} of the text are scored"
             )
     return samples, reasons
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,9 @@ def _experiment(path: Path, settings: dict[str, Any]) -> Experiment:
     updates = _updates(top, per_update)
     if updates is None:
         raise UserError(f"{path}: give tokens or updates, the budget of each model")
-    recipe = _recipe(top.section("recipe"), {})
+    recipe = _recipe(top.section("recipe"))
+    if empty := [name for name, value in recipe.items() if value is None]:
+        raise top.section("recipe").error(empty[0], "has no value; leave it out for the default of smlp train")
     experiment = Experiment(
         path=path,
         title=top.text("title", name_of(path)),
@@ -122,7 +123,7 @@ def _experiment(path: Path, settings: dict[str, Any]) -> Experiment:
         max_spread=top.number("max_spread", 0.01),
         recipe=recipe,
         matching=_matching(top),
-        models=_models(top, recipe),
+        models=_models(top),
         evaluation=_evaluation(top.section("evaluate"), updates),
         tuning=_tuning(top.section("tune"), per_update) if "tune" in top else None,
         resources=resources,
@@ -254,18 +255,16 @@ def _folders(top: Section) -> str | None:
     return ":".join(found) or None
 
 
-def _recipe(section: Section, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Read options of training; an empty value takes back an option of the shared recipe."""
+def _recipe(section: Section) -> dict[str, Any]:
+    """Read options of training; an empty value of a model takes back an option of the shared recipe."""
     recipe = section.settings()
-    for name, value in recipe.items():
+    for name in recipe:
         if name in RESERVED:
             raise section.error(name, f"is set by smlp compare; use instead: {RESERVED[name]}")
-        if value is None and name not in shared:
-            raise section.error(name, "has no value; leave it out for the default of smlp train")
     return recipe
 
 
-def _models(top: Section, shared: Mapping[str, Any]) -> tuple[ModelEntry, ...]:
+def _models(top: Section) -> tuple[ModelEntry, ...]:
     section = top.section("models")
     entries = []
     for name, content in section.items().items():
@@ -273,7 +272,7 @@ def _models(top: Section, shared: Mapping[str, Any]) -> tuple[ModelEntry, ...]:
         arch = own.text("arch", name)
         if arch not in PRESETS:
             raise own.error("arch", f"is unknown: {arch!r} (known: {', '.join(sorted(PRESETS))})")
-        recipe = _recipe(own.section("recipe"), shared)
+        recipe = _recipe(own.section("recipe"))
         overrides = own.settings()
         for setting, value in overrides.items():
             if setting in RESERVED:

@@ -326,7 +326,8 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
     ) -> GenerationConfig:
         """Limit texts to the context: pipelines ask for 256 tokens by default. All end where the longest has to."""
         context, num_padded, asked = self.core.config.max_tokens, 0, generation_config.max_length
-        if (padding := generation_config._pad_token_tensor) is not None:  # what stands before all prompts
+        padding = generation_config._pad_token_tensor
+        if padding is not None and int(padding) == self.config.pad_token_id:  # not a start symbol that is given as such
             num_padded = int((inputs_tensor == padding).all(dim=0).cumprod(dim=0).sum())
         if input_ids_length - num_padded > context:
             raise ValueError(

@@ -245,7 +245,8 @@ def _misfit(
     converts: bool,
 ) -> str:
     """Return the sentence for a tensor of another shape; ``converts`` says whether we can change its resolution."""
-    trained, converts = getattr(checkpoint.get("args"), "img_size", None), converts and not args.change_resolution
+    trained = getattr(checkpoint.get("args"), "img_size", None)
+    converts = converts and not getattr(args, "change_resolution", True)
     if trained is not None and args.img_size not in (None, trained):
         remedy = "give --change-resolution to convert its weights" if converts else "give the size of its training"
         return f"{path} was trained on images of {trained} pixels, --img-size is {args.img_size}: {remedy}"

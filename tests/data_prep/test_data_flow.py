@@ -134,9 +134,10 @@ def test_rows_that_are_nested_deep(tmp_path):
 def test_errors_of_a_disk_name_the_file_that_is_read(tmp_path):
     for name in ("a.txt", "a.txt.gz", "a.txt.bz2"):
         (tmp_path / name).symlink_to("/proc/self/mem")  # a file that cannot be read
-        with open_stream(tmp_path / name) as stream, pytest.raises(OSError, match="error") as caught:
-            stream.readline()
-        assert caught.value.filename == str(tmp_path / name)
+        for method in ("readline", "read"):
+            with open_stream(tmp_path / name) as stream, pytest.raises(OSError, match="error") as caught:
+                getattr(stream, method)()
+            assert caught.value.filename == str(tmp_path / name)
 
 
 def test_a_write_that_fails_leaves_nothing_under_the_name(tmp_path):

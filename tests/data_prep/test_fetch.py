@@ -512,6 +512,12 @@ def test_a_disk_that_is_too_small(server, wiki, tmp_path, capsys, monkeypatch):
     assert run(local, "--out", tmp_path / "out", *QUICK) == 1
     assert "local still needs about 0.0 GB in " in capsys.readouterr().err
     assert run(local, "--out", tmp_path / "one", *QUICK, "--limit-documents", "1") == 0, "no text of 4,000 bytes"
+    for number in range(9):
+        (tmp_path / f"b{number}.txt").write_text("B text.\n")
+    ten = source_file(tmp_path, "ten", 'paths = ["."]\n[size]\ntext_bytes = 4_000\n')
+    for options in ((), ("--limit-files", "1")):
+        assert run(ten, "--out", tmp_path.parent / "ten", *QUICK, *options) == (1 if not options else 0)
+    assert "ten still needs about 0.0 GB in " in capsys.readouterr().err
     assert run(local, "--out", tmp_path / "out", *QUICK, "--no-space-check", "--restart") == 0
     assert run(local, "--out", tmp_path / "out", *QUICK) == 0, "nothing is left to be written"
 

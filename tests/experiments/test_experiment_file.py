@@ -146,10 +146,6 @@ MISTAKES = {
         FILE.replace("lr: 2e-3", "lr: "),
         r"recipe.lr has no value; leave it out for the default of smlp train",
     ),
-    "an option of a model without a value": (
-        FILE.replace("recipe: {lr: 1.0e-3}", "recipe: {weight_decay: }"),
-        r"models.sMLP E=4.recipe.weight_decay has no value",
-    ),
     "grid with an empty value": (FILE + TUNE.replace("2.0e-3", "null"), r"tune.lr has an empty value, got \[0.0"),
     "training text as subset": (
         FILE + "evaluate: {subsets: [valid, train]}\n",

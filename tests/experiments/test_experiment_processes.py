@@ -106,7 +106,14 @@ def test_an_error_here_lets_the_others_save(tmp_path):
 
 def test_an_error_here_reaches_a_step_that_has_just_begun(tmp_path):
     """One chain goes on, and the next one that is looked at cannot be recorded."""
-    wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1] + '-begin'): time.sleep(0.05)"
+    short = "import os, sys\nopen(sys.argv[1] + '-pid', 'w').write(str(os.getpid()) + '.')"
+    after = (  # ends once the other one has, whatever the machine does
+        "import os, sys, time\nname, pid = sys.argv[1] + '-pid', ''\n"
+        "while not pid.endswith('.'):\n"
+        "    time.sleep(0.05)\n    pid = open(name).read() if os.path.exists(name) else ''\n"
+        "stat = f'/proc/{pid[:-1]}/stat'\n"
+        "while os.path.exists(stat) and open(stat).read().rpartition(')')[2].split()[0] != 'Z': time.sleep(0.05)\n"
+    )
 
     class Unrecorded(Commands):
         def ended(self, result):
@@ -115,10 +122,9 @@ def test_an_error_here_reaches_a_step_that_has_just_begun(tmp_path):
             raise OSError("no space left")
 
     def watch():
-        (tmp_path / "notes-begin").touch()
         time.sleep(1)  # both have ended, and nobody has looked
 
-    chains = [Commands(tmp_path, "a", wait, SAVE), Unrecorded(tmp_path, "b", wait)]
+    chains = [Commands(tmp_path, "a", short, SAVE), Unrecorded(tmp_path, "b", after)]
     with pytest.raises(OSError, match="no space left"):
         run_chains(chains, jobs=2, watch=watch)
     assert (tmp_path / "notes").read_text() == "saved a\n"

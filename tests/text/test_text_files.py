@@ -115,7 +115,7 @@ def test_files_of_something_else_are_not_overwritten(tmp_path):
         (out / name).unlink()
     build(out, [source])
     (out / "manifest.json").unlink()  # as a call leaves it that is interrupted
-    build(out, [source])
+    (out / ".unfinished").touch()
     source.write_text("\n".join(f"row {number}" for number in range(60)))
     build(out, [source])
     before = (out / "train.txt").read_text()

@@ -137,7 +137,8 @@ def evaluate(
             if not isinstance(error, _THEIRS) and any(frame.filename.startswith(_OURS) for frame in inside):
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            remedy = "; --data-dir or --include-path has tasks read local files" if isinstance(error, OSError) else ""
+            is_of_data = isinstance(error, OSError) or any("datasets" in Path(one.filename).parts for one in inside)
+            remedy = "; --data-dir or --include-path has tasks read local files" if is_of_data else ""
             raise UserError(
                 f"lm-evaluation-harness cannot run {', '.join(tasks)} ({type(error).__name__}: {reason}){remedy}"
             ) from error

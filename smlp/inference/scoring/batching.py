@@ -98,6 +98,8 @@ def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: i
     def size(begin: int, end: int) -> int:
         # if nothing is read ahead, one pass holds what else would be a batch without end
         if not shared[end - 1]:
+            if shared[begin]:
+                return batch_tokens + 1  # never together with what is read ahead
             return longest[begin] * (num_again[end] - num_again[begin] + end - begin)
         return shared[end - 1] * (end - begin)
 
