@@ -51,7 +51,7 @@ DESCRIPTION = (
     + "\n\n"
     + textwrap.fill(
         "SIGUSR1, SIGTERM or SIGHUP stops a run after its current update: it saves and exits with status "
-        f"{EXIT_STOPPED}; the same command resumes it."
+        f"{EXIT_STOPPED}, and its last line says how to resume it, usually with the same command."
     )
 )
 EPILOG = """options of its own:

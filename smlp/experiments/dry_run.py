@@ -40,6 +40,8 @@ from smlp.nn.decoder import Decoder
 
 #: default peak of a GPU in bf16 without sparsity, from an A100's data sheet
 GPU_TFLOPS = 312.0
+#: the same of a CPU's core in float32: two AVX2 units, 3 GHz
+CORE_TFLOPS = 0.1
 #: default share of the peak
 MFU = 0.3
 #: bytes per parameter: the weight and Adam's two moments, 4 bytes each
@@ -104,10 +106,7 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     if len(todo) < len(runs):
         print(f"{len(runs) - len(todo)} of {len(runs)} runs are done already")
     held_out = held_out_tokens(found, experiment.evaluation.subsets) if found else 0
-    threads = machine.threads if machine else None
-    if resources.where == "slurm" and not resources.is_on_gpus and resources.tflops is None:
-        threads = resources.threads or 1  # this machine's cores say more than a GPU's speed
-    _print_cost(experiment, todo, estimate(experiment, models, todo, threads, held_out))
+    _print_cost(experiment, todo, estimate(experiment, models, todo, machine.threads if machine else None, held_out))
     if machine and machine.runs_on_a_gpu > 1:
         print(f"  (up to {machine.runs_on_a_gpu} runs share a GPU here, and take longer than that)")
     first = next(run for run in runs if not run.tuning)
@@ -151,7 +150,7 @@ def estimate(
         experiment: what the file says.
         models: of the runs.
         runs: the runs that are left to do.
-        threads: of each run on this machine; None if the runs are not meant for such a one.
+        threads: of each run on this machine; None if the runs are not meant for it.
         held_out: tokens of the splits that are scored, at each validation and at the end.
     """
     resources = experiment.resources
@@ -164,7 +163,8 @@ def estimate(
         how = f"updates measured here with {with_what} and random weights; {OVERHEAD - 1:.0%} more for the rest"
         overhead, around = OVERHEAD, SECONDS_AROUND
     else:
-        tflops, mfu = resources.tflops or GPU_TFLOPS, resources.mfu or MFU
+        peak = GPU_TFLOPS if resources.is_on_gpus else CORE_TFLOPS * (resources.threads or 1)
+        tflops, mfu = resources.tflops or peak, resources.mfu or MFU
         seconds = {name: each / (tflops * 1e12 * mfu) for name, each in flops.items()}
         rate = f"{BYTES_PER_SECOND / 1e9:g} GB/s for each node"
         device = "GPU" if resources.is_on_gpus else "process"
@@ -214,9 +214,7 @@ def _end_of_the_last(seconds: Sequence[float], jobs: int) -> float:
 
 
 def _device(experiment: Experiment) -> str:
-    resources = experiment.resources
-    may_use_gpus = resources.is_on_gpus or (resources.where == "local" and resources.device is None)
-    return "cuda" if may_use_gpus and torch.cuda.is_available() else "cpu"
+    return "cuda" if experiment.resources.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def measure_update(model: PlannedModel, experiment: Experiment, threads: int) -> float:

@@ -1,4 +1,4 @@
-"""Save and exit when a signal asks for it; the same command resumes training.
+"""Save and exit when a signal asks for it, so that training can be resumed.
 
 SIGUSR1, SIGTERM or SIGHUP, to all ranks or to one of them, ends a run after the update that it is in: all ranks save
 ``checkpoint_last.pt``, as fairseq does whenever it stops, without validating first, and leave with exit status

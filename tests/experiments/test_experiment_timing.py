@@ -73,20 +73,20 @@ def test_a_grid_that_is_wider_than_the_comparison_takes_more_disk(planned, monke
     assert dry_run.estimate(experiment, models, runs, 1).most_disk_bytes == sizes[0] * a + sizes[1] * b
 
 
-def test_a_cluster_of_cpus_is_measured_here(planned, monkeypatch, capsys):
-    monkeypatch.setattr(dry_run, "measure_update", lambda model, experiment, threads: threads)
+def test_a_cluster_of_cpus_is_not_one_of_gpus(planned, monkeypatch, capsys):
+    monkeypatch.setattr(dry_run, "measure_update", pytest.fail)
     run = "run: {where: slurm, nodes: 2, tasks_per_node: 4, threads: 3}\n"
     experiment, models, folder = planned(FILE + run)
     alone = replace(experiment, resources=replace(experiment.resources, nodes=1, tasks_per_node=1, ranks=1))
     grid = tuning_runs(experiment, models)
-    eight, one = (dry_run.estimate(each, models, grid, threads=3) for each in (experiment, alone))
+    eight, one = (dry_run.estimate(each, models, grid, threads=None) for each in (experiment, alone))
     assert eight.device_hours < 1.01 * one.device_hours, "hours of runs, not of ranks"
-    assert "measured here with 3 threads" in eight.how
+    assert eight.how.startswith("30% of 0.3 TFLOP/s for each process (run.mfu, run.tflops)")
     monkeypatch.setattr(dry_run, "find_data", lambda *args: None)
     experiment = replace(experiment, vocab_size=64)
     dry_run.dry_run(experiment, folder)
     said = capsys.readouterr().out
-    assert "measured here with 3 threads" in said and "hours of all runs one after the other" in said
+    assert "TFLOP/s for each process" in said and "hours of all runs one after the other" in said
     assert said.endswith(" --cpu\n"), "as submit.sh starts it"
 
 

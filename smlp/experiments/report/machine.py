@@ -82,7 +82,7 @@ def differing(found: Iterable[tuple[str, Any]]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping) and "revision" in value:
         changed = value.get("changed")
-        return f"{value['revision']}{', changed: ' + value.get('difference_sha256', '')[:12] if changed else ''}"
+        return f"{value['revision']}{', changed: ' + (value.get('difference_sha256') or '')[:12] if changed else ''}"
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
