@@ -2,9 +2,9 @@
 
     python scripts/ablate_sublayers.py --path checkpoint_last.pt --data data-bin [--subset valid] [--limit-tokens 16384]
 
-Each sublayer in turn adds nothing to its residual stream; each spatial projection (of spatial gating units and sMoE
-experts) in turn has W = 0, so that no position sees another one through it. The rest of the model stays as it was
-trained. A part that changes nothing has learnt nothing, or what others know as well.
+Each sublayer that is known here in turn adds nothing to its residual stream; each spatial projection (of spatial gating
+units and sMoE experts) in turn has W = 0, so that no position sees another one through it. The rest of the model stays
+as it was trained. A part that changes nothing has learnt nothing, or what others know as well.
 """
 
 from __future__ import annotations

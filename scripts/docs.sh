@@ -10,7 +10,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-OUT="$(realpath -m "${1:-$ROOT/build/docs}")"
+OUT="$(realpath -m -- "${1:-$ROOT/build/docs}")"
 if [ -z "${DOCS_PYTHON:-}" ]; then
     make_environment "docs"
     DOCS_PYTHON="$VENV/bin/python"

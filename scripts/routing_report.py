@@ -109,6 +109,8 @@ def main() -> None:
     tokens = torch.from_numpy(read_fairseq_tokens(options.data / options.subset).tokens)
     if not balanced_layers(model.decoder):
         raise UserError(f"{options.path} has no layer whose tokens BASE's router assigns")
+    if any(getattr(layer.router, "warming", 0) for layer in balanced_layers(model.decoder)):
+        raise UserError(f"{options.path} was saved during --base-warmup, while a table chose the experts")
     if any(layer.router.offsets is not None for layer in balanced_layers(model.decoder)):
         show("own offsets", *evaluate(model.decoder, tokens, False, model.start_token))
     for layer in balanced_layers(model.decoder):

@@ -52,6 +52,7 @@ export OMP_NUM_THREADS=1
 report="$(mktemp)"
 trap 'rm -f "$report"' EXIT
 "$VENV/bin/python" -m pytest --junit-xml="$report" "$@" || fail "tests failed"
+[ -s "$report" ] || exit 0 # pytest only printed something, such as --help
 # pytest already fails if no test was collected; this also catches a run in which every test was skipped.
 "$VENV/bin/python" - "$report" <<'PYTHON' || fail "nothing ran: every collected test was skipped"
 import sys

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import math
 import os
 import random
 import shlex
@@ -350,7 +351,10 @@ def _trained(
     if done.returncode != 0:
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         raise Wrong(f"{arch} {' '.join(more)}: status {done.returncode}: {last}")
-    return [point.bits for point in read_training_log(folder / "train.log", name).train]
+    losses = [point.bits for point in read_training_log(folder / "train.log", name).train]
+    if not all(map(math.isfinite, losses)):
+        raise Wrong(f"{arch} {' '.join(more)}: a loss is not finite")
+    return losses
 
 
 def _data(out: Path) -> Path:

@@ -318,10 +318,12 @@ def main() -> None:
     print(shown, end="")
     if args.to is not None:
         older = args.to / "verdicts.md"
-        if not older.is_file() or older.read_text().partition("\n")[0] != shown.partition("\n")[0]:
+        if not older.is_file() or older.read_bytes().partition(b"\n")[0] != shown.encode().partition(b"\n")[0]:
             check_no_other(args.to, ("verdicts.md", "claims.csv", "claims.json"), "--to")
         args.to.mkdir(parents=True, exist_ok=True)
         (args.to / "verdicts.md").write_text(shown, encoding="utf-8")
+        for name in ("claims.csv", "claims.json"):
+            (args.to / name).unlink(missing_ok=True)
         if table is not None:
             (args.to / "claims.csv").write_text(table.csv(), encoding="utf-8")
             (args.to / "claims.json").write_text(json.dumps(table.as_json(), indent=1) + "\n", encoding="utf-8")

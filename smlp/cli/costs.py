@@ -115,8 +115,11 @@ def _config(args: argparse.Namespace) -> ModelConfig:
     for name in ("experts", "expert_parallel_size"):
         if getattr(args, name) is not None and not config.num_sparse_layers:
             raise UserError(f"--{name.replace('_', '-')} has no effect for {args.arch}, which has no sparse blocks")
-    if config.prefix_tokens + 2 > config.max_tokens:
-        raise UserError(f"a context of {config.max_tokens} tokens leaves none to predict: raise --tokens")
+    least = config.prefix_tokens + 2
+    if config.max_tokens < least:
+        raise UserError(f"a context of {config.max_tokens} tokens is too short: --tokens must be at least {least}")
+    if args.trace == "-":
+        raise UserError("--trace needs the name of a file, got -")
     return config
 
 

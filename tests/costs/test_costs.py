@@ -316,7 +316,8 @@ def test_the_command_as_a_rank_of_a_launcher(tmp_path):
         (["--arch", "smlp_tiny", "--updates", "0"], ["--updates must be at least 1"]),
         (["--arch", "smlp_tiny", "--nproc", "2", "--expert-parallel-size", "4"], ["size of 4", "2 ranks", "8 experts"]),
         (["--arch", "dense_lm_tiny", "--experts", "4"], ["--experts has no effect for dense_lm_tiny"]),
-        (["--arch", "smlp_tiny", "--tokens", "1"], ["1 tokens leaves none to predict"]),
+        (["--arch", "smlp_tiny", "--tokens", "1"], ["a context of 1 tokens is too short: --tokens must be at least 2"]),
+        (["--arch", "smlp_tiny", "--trace", "-"], ["--trace needs the name of a file"]),
         (["--arch", "smlp_tiny", "--trace", "no/such/folder/t.json"], ["--trace no/such/folder/t.json"]),
     ],
 )
