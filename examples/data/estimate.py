@@ -9,12 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
-
-from smlp.cli.main import guarded
-from smlp.cli.numbers import whole
-from smlp.errors import UserError
 
 # megabytes of text a second and core; of CC-News English text, from pages in all languages
 CONVERT = {"wikipedia": 0.6, "cc-news": 0.1, "other": 12.0}
@@ -29,7 +24,7 @@ STAGES = 4  # fetched, clean, unique, sample: each keeps its documents
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path, help="what 'smlp data fetch --dry-run --json' wrote")
-    parser.add_argument("--workers", **whole(), default=1, help="processes, of all tasks together")
+    parser.add_argument("--workers", type=int, default=1, help="processes, of all tasks together")
     parser.add_argument("--fraction", type=float, default=1.0, help="of the documents that is worked on")
     parser.add_argument(
         "--part", default="", metavar="SOURCE=F", help="fetch only the share F of a source, and use all of it"
@@ -37,10 +32,14 @@ def main() -> None:
     parser.add_argument("--price", type=float, default=0.04, help="price of a core hour")
     parser.add_argument("--link", type=float, default=50.0, help="megabytes a second of the network")
     options = parser.parse_args()
+    if options.workers < 1:
+        parser.error(f"--workers must be at least 1, got {options.workers}")
+    if not options.plan.is_file():
+        parser.error(f"there is no file {options.plan}")
     sources = json.loads(options.plan.read_text())["sources"]
     partial, equals, part = options.part.partition("=")
     if partial and (not equals or partial not in {row["name"] for row in sources}):
-        raise UserError(f"--part {options.part} is not SOURCE=F of a source in {options.plan}")
+        parser.error(f"--part {options.part} is not SOURCE=F of a source in {options.plan}")
     text = worked_on = 0.0
     convert = 0.0
     for row in sources:
@@ -75,4 +74,4 @@ def _rate(source: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    main()
