@@ -93,7 +93,7 @@ def test_what_cannot_be_compared_is_refused(run, tmp_path):
         run(one, write_experiment(tmp_path / "two"))
     with pytest.raises(smlp.UserError, match=r"--baseline BASE: the models of .*one are gMLP, sMLP, "):
         run(one, baseline="BASE")
-    with pytest.raises(smlp.UserError, match=r"cannot read .*nothing"):
+    with pytest.raises(smlp.UserError, match=r"nothing/experiment\.json cannot be read"):
         run(tmp_path / "nothing")
     large = write_experiment(tmp_path / "large", updates=2 * UPDATES)
     data = json.loads((large / "data.json").read_text())
