@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smlp.config import ModelConfig
-from smlp.nn.layers import xavier_linear
+from smlp.nn.layers import Dropout, xavier_linear
 from smlp.nn.state import ForwardContext
 from smlp.ops import toeplitz_matrices
 
@@ -50,7 +50,7 @@ def relative_buckets(num_tokens: int, is_causal: bool, device: torch.device | No
     buckets = BUCKETS if is_causal else BUCKETS // 2
     exact = buckets // 2
     far_L = (-distance_L).clamp(min=0) if is_causal else distance_L.abs()
-    share_L = (far_L.clamp(min=1) / exact).log() / math.log(_FARTHEST / exact)
+    share_L = (far_L.clamp(min=1).float() / exact).log() / math.log(_FARTHEST / exact)
     shared_L = (exact + (share_L * (buckets - exact)).long()).clamp(max=buckets - 1)
     bucket_L = torch.where(far_L < exact, far_L, shared_L)
     return bucket_L if is_causal else bucket_L + (distance_L > 0) * buckets
@@ -104,7 +104,7 @@ class SelfAttention(nn.Module):
         self.is_causal = not config.is_bidirectional
         self.has_content = scores != "relative_only"
         self.is_rotary = scores == "rotary"
-        self.dropout = config.attention_dropout
+        self.dropout = Dropout(config.attention_dropout)
         self.proj_in = xavier_linear(config.embed_dim, (3 if self.has_content else 1) * width)
         self.proj_out = xavier_linear(width, config.embed_dim if out_dim is None else out_dim)
         self.relative = None
@@ -147,7 +147,7 @@ class SelfAttention(nn.Module):
             query, key_value = heads.split([self.num_heads, 2 * self.num_heads], dim=1)
             key_value, start = context.remember(self, key_value, self.max_tokens)
             key, value = key_value.chunk(2, dim=1)
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout.rate
         if self.is_causal and self.relative is None and start == 0:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
             return mixed.transpose(1, 2).flatten(2)
@@ -172,7 +172,8 @@ class SelfAttention(nn.Module):
         if self.relative is None:
             return visible
         bias = self.relative(start + num_new)[:, start:].to(x_Bn3H.dtype)
-        return bias if visible is None else bias.masked_fill(~visible, -math.inf)
+        # a number: where all is padding, rows of infinities would be NaN, in gradients too
+        return bias if visible is None else bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
 
 
 def _shares(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:

@@ -130,6 +130,11 @@ class Dropout(nn.Module):
         super().__init__()
         self.probability = probability
 
+    @property
+    def rate(self) -> float:
+        """Return the probability that holds now: 0 in evaluation, unless dropout is retained."""
+        return self.probability if self.training or self.is_retained else 0.0
+
     def forward(self, x: Tensor) -> Tensor:
         return dropout(x, self.probability) if self.training or self.is_retained else x
 

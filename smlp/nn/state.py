@@ -143,9 +143,8 @@ class DecodingState:
     def clone(self) -> DecodingState:
         """Return an independent copy, to continue one prompt in several ways."""
         kept = self._some_tensor()
-        if kept is None:
-            return DecodingState(self.capacity)
-        return self.select(torch.arange(kept.size(0), device=kept.device))
+        num_seqs, device = (0, None) if kept is None else (kept.size(0), kept.device)
+        return self.select(torch.arange(num_seqs, device=device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodingState:
         """Return :meth:`clone`: the keys are the model's own layers, of which a copy would be no key."""

@@ -227,7 +227,8 @@ def _normalise(values_BNE: Tensor, low_BN1: Tensor, high_BN1: Tensor) -> None:
     """
     spread_BN = (high_BN1 - low_BN1).squeeze(2)
     unit_B = torch.where(spread_BN > 0, spread_BN, torch.nan).nanmedian(dim=1).values.nan_to_num(nan=1.0)
-    values_BNE.sub_(high_BN1).div_(unit_B.view(-1, 1, 1))
+    # a small unit may not make an infinity of a mask such as ``finfo.min``
+    values_BNE.sub_(high_BN1).div_(unit_B.view(-1, 1, 1)).clamp_min_(-1e30)
 
 
 def _finite(values: Tensor) -> Tensor:

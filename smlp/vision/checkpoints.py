@@ -22,7 +22,7 @@ from smlp.checkpoint.torch_file import check_records
 from smlp.errors import UserError, out_of_memory
 from smlp.files import is_safetensors, regular_file
 from smlp.vision.model import ImageModel
-from smlp.vision.weights import change_resolution, from_timm
+from smlp.vision.weights import can_change_resolution, change_resolution, from_timm
 
 #: registers smlp_mixer_* and smlp_gmlp_*
 OWN_MODELS = "smlp.vision.timm_models"
@@ -231,7 +231,8 @@ def load_weights(
     for name, tensor in own.items():
         if tensor.shape != state[name].shape:
             shapes = tuple(state[name].shape), tuple(tensor.shape)
-            raise UserError(_misfit(checkpoint, path, args, name, *shapes, converts=isinstance(model, ImageModel)))
+            converts = isinstance(model, ImageModel) and can_change_resolution(model.config)
+            raise UserError(_misfit(checkpoint, path, args, name, *shapes, converts=converts))
     model.load_state_dict(state)
 
 

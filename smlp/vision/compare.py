@@ -142,6 +142,14 @@ def option_words(section: Section, name: str, text: Any, also_own: Mapping[str, 
     return words
 
 
+def options_of(comparison: Comparison, words: list[str], parse: Callable[[list[str]], Namespace]) -> Namespace:
+    """Return what ``parse`` makes of a model's words, with the width of the larger network of --change-resolution."""
+    args = parse(["--data-dir", comparison.data, *comparison.options, *words])
+    if args.initial_checkpoint and args.change_resolution:
+        at_resolution(read_checkpoint(args.initial_checkpoint), args)
+    return args
+
+
 def costs(comparison: Comparison, parse: Callable[[list[str]], Namespace]) -> dict[str, dict[str, int]]:
     """Count the parameters, and the FLOPs of the forward pass of one image (2 for a multiply-add), of each model.
 
@@ -152,11 +160,9 @@ def costs(comparison: Comparison, parse: Callable[[list[str]], Namespace]) -> di
     count = functools.cache(lambda split: len(class_names(open_split(comparison.data, split, None))))
     found = {}
     for name, words in comparison.models.items():
-        args = parse(["--data-dir", comparison.data, *comparison.options, *words])
+        args = options_of(comparison, words, parse)
         if not args.num_classes:  # without data, all models get ImageNet's number
             args.num_classes = count(args.train_split) if Path(comparison.data).is_dir() else 1000
-        if args.initial_checkpoint and args.change_resolution:
-            at_resolution(read_checkpoint(args.initial_checkpoint), args)  # sets the width of a Mixer's larger network
         model = create_model(args).eval()
         image = torch.zeros(1, *image_config(args, model)["input_size"])
         # in plain products: the counter has no formula for a CPU's own attention, and would take it for free

@@ -119,6 +119,7 @@ def open_split(data_dir: str, split: str, classes: list[str] | None, channels: i
     if strange or len(reader.class_to_idx) < 2:
         what = f"images without a class, such as {strange[0]}" if strange else "a single class"
         raise UserError(f"{folder} has {what}: the images of each class belong in a folder of its own")
+    reader.samples.sort(key=lambda sample: (natural_key(sample[0]), sample[0]))  # on all ranks, as the classes
     found = [Path(path) for path, _ in reader.samples]
     if classes is not None:  # timm has left out those in folders without a class's name
         walked = ((place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)

@@ -115,7 +115,7 @@ def model_of(args: Namespace, checkpoint: dict[str, Any] | None = None) -> nn.Mo
         UserError: the checkpoint does not name its model, or does not fit the options.
     """
     checkpoint = checkpoint or read_checkpoint(args.checkpoint)
-    is_recorded = args.model is None or hasattr(checkpoint.get("args"), "model")
+    is_recorded = args.model is None or getattr(checkpoint.get("args"), "model", None) is not None
     trained = trained_with(checkpoint, args.checkpoint) if is_recorded else Namespace()
     is_same = args.model in (None, getattr(trained, "model", None))
     others = (() if is_same else ("model_kwargs",)) + (() if args.img_size is None else ("input_size",))

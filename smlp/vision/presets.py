@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +111,9 @@ class ImageConfig:
         )
         for name in ("drop_rate", "drop_path_rate"):
             require(0.0 <= getattr(self, name) < 1.0, f"{name} must be in [0, 1), got {getattr(self, name)}")
+        for name in ("norm_eps", "gate_norm_eps", "spatial_init_scale"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{name} must be finite and not negative, got {value}")
         require(0 < self.mask_density <= 1, f"mask_density must be above 0 and at most 1, got {self.mask_density}")
         for name, kinds in _OF_BLOCKS.items():
             value = getattr(self, name)

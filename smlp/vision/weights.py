@@ -41,6 +41,18 @@ def to_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def can_change_resolution(config: ImageConfig) -> bool:
+    """Return whether :func:`change_resolution` has a rule for a model."""
+    return (
+        config.block in ("mixer", "gmlp")
+        and config.token_mixing in ("shared", "untied")
+        and not config.pyramid
+        and config.pool == "mean"
+        and config.permutations == "none"
+        and not config.mixed_tokens
+    )
+
+
 def change_resolution(
     state: Mapping[str, Tensor], config: ImageConfig, img_size: int
 ) -> tuple[dict[str, Tensor], ImageConfig]:
@@ -63,12 +75,7 @@ def change_resolution(
     """
     new = dataclasses.replace(config, img_size=img_size)
     require(
-        config.block in ("mixer", "gmlp")
-        and config.token_mixing in ("shared", "untied")
-        and not config.pyramid
-        and config.pool == "mean"
-        and config.permutations == "none"
-        and not config.mixed_tokens,
+        can_change_resolution(config),
         f"no change of resolution is defined for block={config.block}, token_mixing={config.token_mixing}, "
         f"pyramid={config.pyramid}, pool={config.pool}, permutations={config.permutations}, "
         f"mixed_tokens={config.mixed_tokens}",

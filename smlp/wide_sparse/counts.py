@@ -63,6 +63,8 @@ def masked_connections(width: float, density: float, expansion: float = 1) -> fl
 def layer_connections(config: ImageConfig) -> float:
     """Return Omega of an image model: the mean connections of the layers of its last block (equations 13, 14, S.42).
 
+    A block that changes the number of tokens counts as one that has the new number before it, too: the paper's S.
+
     Raises:
         UserError: it is a gMLP, for which the paper defines none.
     """

@@ -51,6 +51,7 @@ from smlp.vision.compare import (
     costs,
     finished_runs,
     option_words,
+    options_of,
     read_seeds,
     run_folder,
     train_all,
@@ -170,7 +171,7 @@ def run_sweep(
     """
     counted, facts, num_branches = costs(sweep.comparison, parse), {}, {}
     for name, words in sweep.comparison.models.items():
-        args = parse(["--data-dir", sweep.comparison.data, *sweep.comparison.options, *words])
+        args = options_of(sweep.comparison, words, parse)
         with without_weights():
             model = create_model(args)
         if not isinstance(model, ImageModel):

@@ -193,6 +193,11 @@ def test_bad_files_are_refused_whole(tmp_path, monkeypatch, name):
 
 #: (text of an example, what stands for it, words of the message)
 RETURNED = [
+    (
+        "return Routing(plan,",
+        "return Routing(logits_NE,",
+        ["CosineRouter returned (", "as its plan, not a "],
+    ),
     ("return Routing(plan,", "return (plan,", ["layer 1 (tMoE): CosineRouter returned (RoutingPlan(", "not a Routing"]),
     ("plan.expert_A], aux", "plan.expert_A][1:], aux", ["weight_A of shape (", "assignments"]),
     ("aux_losses, logits", "{'x': gate_NE[0]}, logits", ["aux_losses['x'] of shape (8,), not a scalar"]),

@@ -172,6 +172,9 @@ def test_an_encoder_sees_everything_but_padding(arch):
     want = model(batch)[masked]
     torch.testing.assert_close(model(batch, masked), want)
     torch.testing.assert_close(model(batch, torch.tensor([3, 23])), want)
+    batch[0] = model.config.padding_idx  # a row of nothing else harms no gradient
+    gradients = torch.autograd.grad(model(batch)[1].sum(), list(model.parameters()))
+    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("arch", ["gmlp_mlm_tiny", "bert_mlm_tiny", "mixer_mlm_tiny", "amlp_mlm_tiny"])

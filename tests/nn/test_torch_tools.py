@@ -1,5 +1,6 @@
 """torch.compile, torch.export, ONNX and torch.func on whole models, against the models themselves."""
 
+import copy
 import functools
 import itertools
 import re
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import smlp
 from smlp.evaluation.leak import randomise
 from smlp.fairseq_compat.trainer import SparseTrainer
+from smlp.moe.routers.offsets import ExpertOffsets
 from smlp.nn.state import DecodingState
 
 pytestmark = pytest.mark.long
@@ -158,6 +160,17 @@ def test_exported_models_take_other_sizes(arch):
         torch.testing.assert_close(got[ids != 1], want[ids != 1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("settings", [{"router": "hash", "hash_kind": "balanced"}, {"base_warmup": 0.5}])
+def test_routers_with_a_table_are_exported_before_their_first_call(settings):
+    module = smlp.build("smlp_tiny", vocab_size=50, max_tokens=8, num_dense_layers=0, num_sparse_layers=1, **settings)
+    module.eval().balance_routers(torch.arange(50) + 1)
+    ids = tokens(2, 8, padded=False)
+    for progress in (0.1, 0.9):
+        module.follow(progress)
+        got = outputs(torch.export.export(copy.deepcopy(module), (ids,), strict=False).module(), ids)[0]
+        torch.testing.assert_close(got, outputs(module, ids)[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gmlp_lm", "bert_mlm_rel", "smlp", "gmlp_moe", "hash_lm", "switch_lm"])
 def test_onnx(arch):
@@ -190,6 +203,16 @@ def check_gradients_of_each_sequence(module):
             torch.testing.assert_close(
                 got[row], want, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+@pytest.mark.parametrize("settings", [{"router": "loss_free"}, {"base_offset_rate": 0.1}])
+def test_offsets_count_no_sequence_of_vmap(settings):
+    module = smlp.build("smlp_tiny", **SMALL, **SPARSE, **settings)
+    ids, weights = tokens(3, 10, padded=False), {name: value.detach() for name, value in module.named_parameters()}
+    vmap(lambda ids_n: functional_call(module, weights, (ids_n[None],)).logits, randomness="different")(ids)
+    assert all(part.take().eq(0).all() for part in module.modules() if isinstance(part, ExpertOffsets))
+    module(ids)
+    assert any(part.take().sum() > 0 for part in module.modules() if isinstance(part, ExpertOffsets))
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,11 @@ def test_buckets_of_distances():
     for is_causal in (True, False):
         got = relative_buckets(200, is_causal).tolist()
         assert got == [bucket_of(distance, is_causal) for distance in range(-199, 200)]
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            assert relative_buckets(200, is_causal).tolist() == got
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("scores", SCORES)

@@ -103,6 +103,11 @@ def test_huge_scores_do_not_overflow(value):
     owner = balanced_assignment(scores)
     assert_balanced(owner, 4, 2)
     assert owner[0] == 0 and owner[3] == 1
+    masked = torch.rand(20000, 4, generator=torch.Generator().manual_seed(0)) / 2
+    masked[:5400, 1:] = torch.finfo(torch.float32).min
+    owner = balanced_assignment(masked)
+    assert_balanced(owner, 20000, 4)
+    assert (owner[:5400] == 0).sum() == 5000
 
 
 def test_nan_is_an_error_with_numbers():

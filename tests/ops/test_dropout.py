@@ -60,13 +60,17 @@ def test_fairseq_can_keep_dropout_in_generation():
     """``--retain-dropout``, for means over several draws."""
     from smlp.models.language_model import LanguageModelDecoder, SparseMLPLanguageModel
 
-    def outputs(**options):
-        model = SparseMLPLanguageModel(LanguageModelDecoder(None, smlp.build("gmlp_lm_tiny", **SMALL)))
+    def outputs(arch="gmlp_lm_tiny", settings=SMALL, **options):
+        model = SparseMLPLanguageModel(LanguageModelDecoder(None, smlp.build(arch, **settings)))
         model.prepare_for_inference_(SimpleNamespace(generation=SimpleNamespace(**options)))
         return [model(torch.arange(2, 10)[None])[0] for _ in range(2)]
 
     assert torch.equal(*outputs(retain_dropout=False))
     assert not torch.equal(*outputs(retain_dropout=True, retain_dropout_modules=None))
+    of_weights = {**SMALL, "num_heads": 2, "dropout": 0.0, "attention_dropout": 0.5}
+    for is_retained in (True, False):
+        found = outputs("dense_lm_tiny", of_weights, retain_dropout=is_retained, retain_dropout_modules=None)
+        assert torch.equal(*found) != is_retained
     with pytest.raises(smlp.UserError, match=r"--retain-dropout-modules \['TransformerDecoder'\]: .* no such names"):
         outputs(retain_dropout=True, retain_dropout_modules=["TransformerDecoder"])
 

@@ -1,5 +1,6 @@
 """Blocks of image models: listing 1 and the variants of section A.1 written out, drop path, who sees whom."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -196,6 +197,8 @@ def test_bad_settings_are_refused_in_one_sentence():
         ({"pyramid": {9: 4}}, "block 9 of 8 cannot leave 4 of 196 tokens"),
         ({"pyramid": {0: 4}, "mixed_tokens": 4}, "both set the tokens of blocks"),
         ({"drop_path_rate": 1.0}, "drop_path_rate must be in"),
+        ({"norm_eps": -1.0}, "norm_eps must be finite and not negative, got -1.0"),
+        ({"gate_norm_eps": math.nan}, "gate_norm_eps must be finite and not negative, got nan"),
         ({"activation": "silu"}, "activation must be one of gelu, gelu_tanh"),
         ({"depth": 3}, "unknown setting 'depth' of smlp_mixer_s16"),
     ]:

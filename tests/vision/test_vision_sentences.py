@@ -93,7 +93,7 @@ def test_a_class_of_validation_alone(digits, capsys):
     assert "has the class 4, which is not among the 9 classes of training" in train(capsys, digits)
 
 
-def test_labels_of_validation_are_those_of_training(digits):
+def test_labels_and_images_have_one_order(digits, monkeypatch):
     """timm numbers the classes of each folder by itself."""
     from smlp.vision.data import class_names, open_split
 
@@ -103,8 +103,14 @@ def test_labels_of_validation_are_those_of_training(digits):
     assert {(path.split("/")[-2], label) for path, label in samples} == {(str(label), label) for label in range(1, 10)}
     for name in ("a", "A", "01", "001"):  # which timm numbers in an order that differs between processes
         shutil.copytree(digits / "train" / "0", digits / "train" / name)
+        shutil.copy(next((digits / "train" / "9").iterdir()), digits / "train" / "9" / f"{name}.png")
     names = class_names(open_split(str(digits), "train", None, 1))
     assert names == ["0", "001", "01", *map(str, range(1, 10)), "A", "a"]
+    found = [path for path, _ in open_split(str(digits), "train", None, 1).reader.samples]
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda *args, **more: ((a, b[::-1], c[::-1]) for a, b, c in walk(*args, **more)))
+    again = [path for path, _ in open_split(str(digits), "train", None, 1).reader.samples]
+    assert again == found
 
 
 @pytest.mark.slow
@@ -194,6 +200,9 @@ def test_checkpoints_of_something_else(digits, trained, capsys, tmp_path):
     assert "holds only weights: start from it with --initial-checkpoint" in train(capsys, digits, "--resume", damaged)
     assert "name it with --model" in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
     weights = torch.load(damaged)
+    torch.save({"state_dict": weights, "args": argparse.Namespace(model=None)}, damaged)
+    named = ("--model", "smlp_mixer_tiny", *SMALL[:8])
+    assert main(["vision", "evaluate", str(damaged), "--data-dir", str(digits), *named]) == 0, "named by hand"
     torch.save({"model": {name: tensor.to_sparse() for name, tensor in weights.items()}}, damaged)
     assert "is sparse, quantized, " in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
     torch.save({"model": weights, "cfg": {}}, damaged)

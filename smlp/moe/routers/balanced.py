@@ -33,12 +33,6 @@ def balanced_plan(logits_NE: Tensor, order_N: Tensor | None = None) -> RoutingPl
     return RoutingPlan.from_experts(expert_N, logits_NE.size(1))
 
 
-def greedy_plan(logits_NE: Tensor) -> RoutingPlan:
-    """Return the plan that sends each token to its best expert: none is dropped, none depends on another."""
-    check_no_nan(logits_NE)
-    return RoutingPlan.from_experts(logits_NE.argmax(dim=1), logits_NE.size(1))
-
-
 class BalancedRouter(TrainedRouter):
     """Affinity = token . centroid; weight = sigmoid(affinity). Computed in float32.
 
@@ -105,12 +99,15 @@ class BalancedRouter(TrainedRouter):
     def _decide(self, logits_NE: Tensor, token_ids_N: Tensor | None, order_N: Tensor | None) -> RoutingPlan:
         if self.offsets is not None and self.training:
             self.offsets.count(self.offsets(logits_NE).argmax(dim=1), logits_NE)
-        if self._is_warming:
-            assert token_ids_N is not None
-            return RoutingPlan.from_experts(self.table[token_ids_N], logits_NE.size(1))
-        if self.training:
+        if self.looks_ahead():
             return balanced_plan(logits_NE, order_N)
-        return greedy_plan(logits_NE if self.offsets is None else self.offsets(logits_NE))
+        check_no_nan(logits_NE)
+        expert_N = (logits_NE if self.offsets is None else self.offsets(logits_NE)).argmax(dim=1)
+        if self.warmup:
+            assert token_ids_N is not None
+            # not a branch: torch.export has no values to branch on
+            expert_N = torch.where(self.warming > 0, self.table[token_ids_N], expert_N)
+        return RoutingPlan.from_experts(expert_N, logits_NE.size(1))
 
     @property
     def _is_warming(self) -> bool:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from smlp.ops.fast_paths import needs_fixed_shapes
 from smlp.ops.rows import occurrences
 
 _M = TypeVar("_M", bound="ExpertOffsets")
@@ -46,7 +47,12 @@ class ExpertOffsets(nn.Module):
 
     @torch.no_grad()
     def count(self, expert_N: Tensor, scores_NE: Tensor) -> None:
-        """Count the experts (N,) that the tokens of a micro-batch chose by these scores (N, E), before drops."""
+        """Count the experts (N,) that the tokens of a micro-batch chose by these scores (N, E), before drops.
+
+        Sequences under ``vmap``, as for gradients of each, belong to no update.
+        """
+        if needs_fixed_shapes():
+            return
         loads_E = occurrences(expert_N, self.value.numel()).double()
         spread = (scores_NE.amax(dim=1) - scores_NE.amin(dim=1)).double().sum()
         sums = torch.cat([loads_E, spread.view(1)])

@@ -36,6 +36,8 @@ class Routing:
 
     def problem(self, num_tokens: int) -> str | None:
         """Return what does not fit together or to N tokens, as the end of a sentence; None if all does."""
+        if not isinstance(self.plan, RoutingPlan):
+            return f"{_shape(self.plan)} as its plan, not a RoutingPlan"
         shape_A, weight_A, logits_NE = self.plan.token_A.shape, self.weight_A, self.logits_NE
         if self.plan.num_tokens != num_tokens:
             return f"a plan of {self.plan.num_tokens} tokens for {num_tokens}"
