@@ -108,8 +108,8 @@ SAID = (
 )
 # What the empty environment of the last test runs with the wheel, and what reads the checkpoint of that.
 CLONE_ONLY = ("Perplexity", "no unexpected leak", "|hellaswag|")
-# A comparison takes a minute, and starts its trainings in the same way from a clone.
-WHEEL_ONLY = ("3 of 3 runs",)
+# These start their processes in the same way from a clone.
+WHEEL_ONLY = ("3 of 3 runs", "files are whole", "model.pt")
 
 
 def run_block(reader, number):
