@@ -43,7 +43,8 @@ def docstrings(source: bytes) -> list[str]:
 
     These are the docstrings of modules, classes and functions, and strings passed to a documentation setter such as
     ``add_newdoc``; definitions in ``except`` blocks and cases of ``match`` are left out. A file that is not valid
-    Python (a template, a file for another version) has none, nor has one without a triple quote.
+    Python (a template, a file for another version) has none, nor has one that is nested too deep to parse, or one
+    without a triple quote.
     """
     if b'"""' not in source and b"'''" not in source:
         return []
@@ -51,23 +52,23 @@ def docstrings(source: bytes) -> list[str]:
         warnings.simplefilter("ignore")  # invalid escapes in other people's strings
         try:
             tree = ast.parse(source)
-        except (SyntaxError, ValueError):
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: its nesting
             return []
     return list(_docs_in(tree))
 
 
-def _docs_in(node: ast.AST) -> Iterator[str]:
+def _docs_in(tree: ast.AST) -> Iterator[str]:
     """Walk statements only: expressions make up most of a tree and hold no definitions."""
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        text = ast.get_docstring(node)
-        if text:
+    todo = [tree]  # no recursion: each ``elif`` lies in the one before
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield from _docs_in_call(node.value)
+        is_documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_documented and (text := ast.get_docstring(node)):
             yield text
-    for name in ("body", "orelse", "finalbody"):
-        for child in getattr(node, name, []):
-            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
-                yield from _docs_in_call(child.value)
-            elif hasattr(child, "body"):
-                yield from _docs_in(child)
+        children = [child for name in ("body", "orelse", "finalbody") for child in getattr(node, name, [])]
+        todo += reversed(children)
 
 
 def _docs_in_call(call: ast.Call) -> Iterator[str]:

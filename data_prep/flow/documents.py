@@ -329,7 +329,7 @@ def in_json(row: dict[str, Any], reading: ReadSettings) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):  # a map is a list of pairs
         return [_plain(part) for part in value]
     if isinstance(value, dict):
         return {str(name): _plain(part) for name, part in value.items()}

@@ -187,6 +187,9 @@ else:
         "Function.",
     ]
     assert docstrings(b'"""x"""\nprint "python 2"') == []
+    deep = b'"""x"""\nif a: pass\n' + b"elif a: pass\n" * 1500 + b'else:\n    def f(): """Function."""\n'
+    assert docstrings(deep) == ["x", "Function."]
+    assert docstrings(b'"""x"""\n' + b"-" * 100_000 + b"1") == []
 
 
 def test_tests_and_vendored_folders_are_not_read(tmp_path):
