@@ -80,7 +80,7 @@ def settings_of(args: argparse.Namespace) -> Cleaning:
     """Return the rules that the options select.
 
     Raises:
-        UserError: the language is not known, a lower limit is above the upper one, or a number's rule is left out.
+        UserError: the language is not known, a lower limit is above the upper one, or an option's rule is left out.
     """
     off = {rule: f"--without {rule}" for rule in args.without}
     if args.language != "en":
@@ -96,6 +96,8 @@ def settings_of(args: argparse.Namespace) -> Cleaning:
         if least > most and off.keys().isdisjoint(rules):
             option = name.replace("_", "-")
             raise UserError(f"--min-{option} {least} is above --max-{option} {most}: no document would be kept")
+    if args.language not in ("en", "any") and "language" in args.without:
+        raise UserError(f"--language {args.language} contradicts --without language: leave one out, or use any")
     if args.language != "any" and "language" not in args.without and args.language not in languages():
         raise UserError(f"--language {args.language!r} is unknown: choose any or one of {', '.join(languages())}")
     values = {item.name: getattr(args, item.name) for item in _NUMBERS}

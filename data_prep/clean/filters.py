@@ -29,8 +29,8 @@ _MOST_OF_A_WORD = 50  # characters that may be left out to end with a whole word
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _PUNCTUATION = ".,;:!?'\"()-"
-_TYPOGRAPHIC = frozenset("‘’“”–—…«»‚„¿¡।॥،؛؟۔、。，！？：；（）「」『』《》\u200c\u200d")
-_SIGNS = ("Mn", "Mc")  # Unicode's categories of vowel signs and accents
+_JOINERS = "\u200c\u200d"
+_NO_SYMBOLS = ("P", "Mn", "Mc")  # beginnings of Unicode's categories of punctuation, vowel signs and accents
 _ASCII = [chr(code) for code in range(128)]
 _SYMBOLS = [not (c.isalnum() or c.isspace() or c in _PUNCTUATION) for c in _ASCII]
 # visible characters, letters, capitals, digits, symbols
@@ -98,8 +98,8 @@ class Measures:
                 letters += number * character.isalpha()
                 upper += number * character.isupper()
                 digits += number * character.isdigit()
-                is_text = character.isalnum() or character.isspace() or character in _TYPOGRAPHIC
-                symbols += number * (not is_text and unicodedata.category(character) not in _SIGNS)
+                is_text = character.isalnum() or character.isspace() or character in _JOINERS
+                symbols += number * (not is_text and not unicodedata.category(character).startswith(_NO_SYMBOLS))
         return {
             "symbols": symbols / max(visible, 1),
             "digits": digits / max(visible, 1),

@@ -19,6 +19,8 @@ from itertools import groupby, takewhile
 
 import numpy as np
 
+from data_prep.flow.streams import from_extra
+
 # Accents are neither letters nor spaces. No language uses this many on a letter.
 _LONG_RUN = re.compile(r"[^\w\s\x00-\x7f]{32,}")
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
@@ -84,8 +86,7 @@ def mojibake(text: str) -> str:
     """Repair UTF-8 that was read as something else, ``cafÃ©``, by ftfy, in lines that ftfy finds to be bad."""
     if text.isascii() or not _MAY_BE_MOJIBAKE.search(text):
         return text
-    import ftfy
-
+    ftfy = from_extra("ftfy", "the rule mojibake needs ftfy: use --without mojibake, or")
     lines = text.split("\n")
     for index, line in enumerate(lines):
         if not line.isascii() and _MAY_BE_MOJIBAKE.search(line) and ftfy.is_bad(line):
@@ -191,7 +192,7 @@ PATTERNS = {
         "click|read more|continue|sign|log|subscribe|share|follow|like us|skip|advertis|related|leave|back to|print|"
         "e-mail|email|tweet",
         r"^\W*(?:click here|read more|continue reading|sign (?:up|in)|log ?in|subscribe|share (?:this|on)"
-        r"|follow us|like us|skip to (?:main )?content|advertisements?\W*$|related (?:articles|posts|stories)"
+        r"|follow us|like us|skip to (?:main )?content|advertisements?(?=\W*$)|related (?:articles|posts|stories)"
         r"|leave a (?:comment|reply)|back to top|print this|e-?mail this|tweet this)\b(?!.*[.!?][\"'”’)]*$)",
         60,
     ),

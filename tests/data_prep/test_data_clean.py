@@ -30,6 +30,7 @@ from data_prep.flow.limits import CpuLimit
 from data_prep.flow.manifest import read_manifest
 from data_prep.flow.parts import FilePart
 from smlp.cli.main import main
+from smlp.errors import UserError
 
 ENGLISH = (
     "The keeper of the light walked along the shore every evening, and he told the children that the ships would "
@@ -102,7 +103,14 @@ def test_changed_characters_are_counted():
         ("placeholder", ["Lorem ipsum dolor sit amet"], ["A Latin placeholder text"]),
         (
             "invitations",
-            ["Click here to subscribe", "Share this on Facebook", "ADVERTISEMENT", "Skip to main content"],
+            [
+                "Click here to subscribe",
+                "Share this on Facebook",
+                "ADVERTISEMENT",
+                "Advertisements:",
+                "Advertisement »",
+                "Skip to main content",
+            ],
             [
                 "Sign in, please.",
                 "Leave a reply to nobody but me and my dear old mother and father",
@@ -185,10 +193,19 @@ def test_filters_at_their_thresholds(rule, text, settings, kept_with):
         "เด็กๆ เล่นริมแม่น้ำทุกเย็นและฟังนิทานที่คุณยายเล่า",
         "می\u200cخواهم بروم، آیا می\u200cآیی؟ نمی\u200cدانم؛ شاید.",
         "孩子们每天傍晚都在河边玩，听奶奶讲故事：“从前，有一个国王。”他说，好！",
+        "བོད་ཡིག་ནི་བོད་ཀྱི་སྐད་ཡིག་ཡིན།",
+        "【東京】サン・テグジュペリ〔作家〕 בית־ספר Շուն։ co‐operate",
     ],
 )
 def test_signs_and_punctuation_of_other_scripts_are_no_symbols(text):
     assert Measures(text + " |").shares["symbols"] == 1 / (sum(not c.isspace() for c in text) + 1)
+
+
+def test_mojibake_without_ftfy_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ftfy", None)
+    assert rules.mojibake("café") == "café"
+    with pytest.raises(UserError, match="the rule mojibake needs ftfy: use --without mojibake, or install the extra"):
+        rules.mojibake("cafÃ©")
 
 
 def test_loading_is_not_time_of_a_document(tmp_path, monkeypatch):
@@ -371,6 +388,7 @@ def test_command(tmp_path, capsys):
         (["--min-probability", "2"], "--min-probability must be at most 1, got 2.0"),
         (["--language-characters", "0"], "--language-characters must be at least 1, got 0"),
         (["--language", "xx"], "--language 'xx' is unknown: choose any or one of"),
+        (["--language", "de", "--without", "language"], "--language de contradicts --without language: leave one out"),
         (["--min-words", "9", "--max-words", "8"], "--min-words 9 is above --max-words 8"),
         (["--min-words", "9", "--without", "few-words"], "--min-words 9 has no effect with --without few-words"),
         (["--menu-lines", "9", "--without", "navigation"], "--menu-lines 9 has no effect with --without navigation"),
