@@ -239,7 +239,7 @@ def _fetch_one(wanted: Wanted) -> int:
         return 1
     if outcome.manifest is None:
         return ending.waiting(outcome.finished, name)
-    return ending.finished(outcome.manifest, f"{wanted.source.title}; licence: {wanted.source.licence}")
+    return ending.finished(outcome.manifest, _shown(f"{wanted.source.title}; licence: {wanted.source.licence}"))
 
 
 def print_list(sources: Sequence[Source], json_file: str | None) -> int:
@@ -259,7 +259,7 @@ def print_list(sources: Sequence[Source], json_file: str | None) -> int:
 
 def print_one(source: Source, json_file: str | None) -> int:
     """Print everything that is known of a source."""
-    print(f"{source.name}: {source.title}")
+    print(_shown(f"{source.name}: {source.title}"))
     lines = [
         ("status", source.status + (f", instead: {', '.join(source.replacement)}" if source.replacement else "")),
         ("from", _place(source)),
@@ -274,7 +274,7 @@ def print_one(source: Source, json_file: str | None) -> int:
         ("cite", source.citation),
         *(("note", note) for note in source.notes),
     ]
-    print("\n".join(f"  {name:<11}{value}" for name, value in lines if value))
+    print("\n".join(f"  {name:<11}{_shown(value)}" for name, value in lines if value))
     if json_file:
         write_json(json_file, as_json(source))
     return 0
@@ -293,12 +293,12 @@ def print_plan(rows: list[dict[str, Any]], free: int, problems: list[str], json_
     for row in rows:
         number = "?" if row["files"] is None else f"{row['files']:,}"
         sizes = [size(row[name]) for name in ("download_bytes", "document_bytes", "needed_bytes")]
-        options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
+        options = _shown(", ".join(f"{name}={value}" for name, value in row["options"].items()))
         lines.append((row["name"], row["from"], number, *sizes, options))
     print(aligned(lines, right=(2, 3, 4, 5)))
     print(f"free disk: {size(free)}; '?' is not known before the server is asked")
     for problem in problems:
-        print(f"problem: {problem}")
+        print(f"problem: {_shown(problem)}")
     if json_file:
         write_json(json_file, {"sources": rows, "free_bytes": free, "problems": problems})
     return 1 if problems else 0
@@ -312,6 +312,11 @@ def size(num_bytes: int | None) -> str:
         if num_bytes >= factor:
             return f"{num_bytes / factor:,.1f} {unit}"
     return f"{num_bytes} B"
+
+
+def _shown(text: str) -> str:
+    """Write on one line what a source's file says, which may be somebody else's."""
+    return one_line(text.replace("\n", r"\n"))  # else it would keep those of lists
 
 
 def _place(source: Source) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -12,13 +13,14 @@ from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 from data_prep.fetch.download import DownloadFailed, NotThere, Patience, RemoteFile, download, from_json
-from data_prep.fetch.source import Listing, Source
+from data_prep.fetch.source import Listing, Source, is_checksum
 from data_prep.flow.streams import DamagedFile, compression_of, open_stream, read_json, suffix_of, write_bytes
 from smlp.errors import UserError
 
 KEPT = "listing.json"
 _OWN_NAMES = (KEPT, "shards.json")
 _DATE_LINK = re.compile(r'href="(\d{4}-?\d{2}-?\d{2})/?"')
+_NAME_BYTES = 200  # of a file's name; file systems allow 255, with what is added while a file is written
 _MONTH = re.compile(r"(\d{4})-(0[1-9]|1[0-2])")
 
 
@@ -66,6 +68,8 @@ def list_files(source: Source, options: dict[str, str], folder: Path, patience: 
 
 def _latest(listing: Listing, options: dict[str, str], folder: Path, patience: Patience) -> list[RemoteFile]:
     """Return the files of the newest date that is complete."""
+    if not listing.dates:
+        raise UserError("date=latest needs 'listing.dates' in the source's file: give a date with --set")
     page = _filled(listing.dates, options)
     dates = sorted(set(_DATE_LINK.findall(_text(page, folder, patience))), reverse=True)
     problem = f"no link to a date on {page}"
@@ -95,10 +99,10 @@ def _paths(text: str, url: str, listing: Listing) -> list[RemoteFile]:
 
 def _checksums(text: str, url: str, listing: Listing) -> list[RemoteFile]:
     files = []
-    for line in text.splitlines():
+    for line in filter(str.strip, text.splitlines()):
         digest, _, name = line.strip().partition(" ")
-        if not re.fullmatch(r"[0-9a-fA-F]{32,128}", digest) or not name.strip():
-            raise UserError(f"{url} is not a list of checksums: it has the line {line[:80]!r}")
+        if not is_checksum(digest, listing.algorithm) or not name.strip():
+            raise UserError(f"{url} is not a list of {listing.algorithm} checksums: it has the line {line[:80]!r}")
         place = urljoin(listing.base or url, name.strip().removeprefix("*"))
         files.append(RemoteFile(place, "", None, (listing.algorithm, digest.lower())))
     return files
@@ -110,6 +114,10 @@ def _dumpstatus(text: str, url: str, listing: Listing) -> list[RemoteFile]:
         status, rows = job["status"], job.get("files", {})
         if status != "done":
             raise _NotComplete(f"{url}: the job {listing.job!r} is not finished there, its status is {status!r}")
+        for row in rows.values():
+            size, sha1 = row["size"], row.get("sha1")
+            if not (size is None or (type(size) is int and size >= 0)) or (sha1 and not is_checksum(sha1, "sha1")):
+                raise UserError(f"{url}: the job {listing.job!r} has a file of size {size!r} and sha1 {sha1!r}")
         return [
             RemoteFile(urljoin(url, row["url"]), "", row["size"], ("sha1", row["sha1"]) if row.get("sha1") else None)
             for _, row in sorted(rows.items(), key=lambda item: _numbers_apart(item[0]))
@@ -152,8 +160,9 @@ def _filled(template: str, options: dict[str, str]) -> str:
 
 
 def _text(url: str, folder: Path, patience: Patience) -> str:
-    name = _base_name(url)
-    path = folder / f"list-{socket.gethostname()}-{os.getpid()}-{name}"  # tasks of an array request it at the same time
+    # tasks of an array request it at the same time
+    name = _cut(f"list-{socket.gethostname()}-{os.getpid()}-{_base_name(url)}")
+    path = folder / name
     try:
         download(RemoteFile(url, name), path, patience)
         with open_stream(path) as stream:
@@ -179,6 +188,15 @@ def _base_name(url: str) -> str:
     return name or "index"
 
 
+def _cut(name: str) -> str:
+    """Return a name that is not too long for a file: the end of a longer one, which has its format, and a checksum."""
+    content = name.encode("utf-8", "replace")
+    if len(content) <= _NAME_BYTES:
+        return name
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    return f"{digest}-{content[len(digest) + 1 - _NAME_BYTES :].decode('utf-8', 'ignore')}"
+
+
 def named_by_format(file_name: str, form: str) -> str:
     """Return the name under which a file of documents is stored: its suffix must say what it is."""
     if form not in ("jsonl", "txt", "parquet") or suffix_of(Path(file_name)) == f".{form}":
@@ -188,8 +206,9 @@ def named_by_format(file_name: str, form: str) -> str:
 
 
 def named(files: list[RemoteFile], form: str) -> list[RemoteFile]:
-    """Name files by the last part of the URL and their format, numbered where two are the same."""
-    names = [named_by_format(_base_name(file.url), form) for file in files]
+    """Name files by the last part of the URL and their format, numbered where two are the same; a URL counts once."""
+    files = list({file.url: file for file in files}.values())
+    names = [_cut(named_by_format(_base_name(file.url), form)) for file in files]
     taken, copies, found = set(names), Counter[str](), []
     for file, base in zip(files, names, strict=True):
         copies[base] += 1

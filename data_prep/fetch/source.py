@@ -20,6 +20,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "sources"
 FORMATS = ("wikipedia", "warc", "jsonl", "txt", "parquet")
 LISTINGS = ("paths", "checksums", "dumpstatus")
 STATUSES = ("available", "gone")
+_DIGITS = {"sha256": 64, "sha1": 40, "md5": 32}  # of a checksum of each algorithm
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -118,7 +119,8 @@ def find_source(name: str) -> Source:
         return sources[name]
     if path.exists():
         stem = path.resolve().name if path.is_dir() else name_of(path)
-        return Source(_safe(stem), f"files of {name}", licence="the user's own", paths=(path,), definition=name)
+        title = f"files of {path}"
+        return Source(_safe(stem), title, licence="the user's own", paths=(path,), definition=str(path))
     close = difflib.get_close_matches(name, sources, n=1)
     hint = f"did you mean {close[0]}?" if close else "'smlp data fetch --list' shows the available ones"
     raise UserError(f"there is no source, file or folder {name!r}: {hint}")
@@ -172,6 +174,8 @@ def _parsed(row: dict[str, Any], path: Path, content: str) -> Source:
     options = values.get("options", {})
     if not isinstance(options, dict) or not all(isinstance(value, str) for value in options.values()):
         raise _Wrong("'options' must be a table of strings")
+    if dotted := [name for name in options if "." in name]:
+        raise _Wrong(f"the name of an option must not have a dot, but there is {dotted[0]!r}")
     values["files"] = tuple(map(_remote, _list_of(dict, values.get("files", []), "files")))
     values["paths"] = tuple(path.parent / place for place in _list_of(str, values.get("paths", []), "paths"))
     return _record(Source, {**values, "definition": content}, "")
@@ -192,14 +196,27 @@ def _record(kind: type, row: Any, where: str) -> Any:
     for name, value in row.items():
         if name not in known:
             raise _Wrong(f"unknown field {prefix + name!r}; there are {', '.join(known)}")
-        wanted = int if str(known[name].type).startswith("int") else str
-        plain = str(known[name].type) in ("str", "int", "int | None")
-        if plain and (not isinstance(value, wanted) or isinstance(value, bool)):
-            raise _Wrong(f"{prefix + name!r} must be a {'whole number' if wanted is int else 'string'}, not {value!r}")
+        kind_of_field = str(known[name].type)
+        if kind_of_field in ("int", "int | None"):
+            _check_number(prefix + name, value)
+        elif kind_of_field == "str" and not isinstance(value, str):
+            raise _Wrong(f"{prefix + name!r} must be a string, not {value!r}")
     try:
         return kind(**row)
     except TypeError as error:
         raise _Wrong(f"a field is missing: {str(error).partition('missing ')[2] or error}") from None
+
+
+def _check_number(name: str, value: Any) -> None:
+    if type(value) is not int:
+        raise _Wrong(f"{name!r} must be a whole number, not {value!r}")
+    if value < 0:
+        raise _Wrong(f"{name!r} must be at least 0, not {value}")
+
+
+def is_checksum(text: str, algorithm: str) -> bool:
+    """Return whether a text has as many hexadecimal digits as a checksum of an algorithm."""
+    return re.fullmatch(f"[0-9a-fA-F]{{{_DIGITS[algorithm]}}}", text) is not None
 
 
 def _remote(row: dict[str, Any]) -> RemoteFile:
@@ -211,8 +228,9 @@ def _remote(row: dict[str, Any]) -> RemoteFile:
     for name in row.keys() & {*ALGORITHMS}:
         if not isinstance(row[name], str):
             raise _Wrong(f"'files.{name}' must be a string, not {row[name]!r}")
-    if type(row.get("bytes", 0)) is not int:
-        raise _Wrong(f"'files.bytes' must be a whole number, not {row['bytes']!r}")
+        if not is_checksum(row[name], name):
+            raise _Wrong(f"'files.{name}' must be {_DIGITS[name]} hexadecimal digits, not {row[name]!r}")
+    _check_number("files.bytes", row.get("bytes", 0))
     digests = [(algorithm, row[algorithm]) for algorithm in ALGORITHMS if algorithm in row]
     return RemoteFile(row["url"], "", row.get("bytes"), digests[0] if digests else None)
 
@@ -245,6 +263,8 @@ def _checked(source: Source) -> Source:
             re.compile(source.listing.pattern)
         except re.error as error:
             raise _Wrong(f"'listing.pattern' is no regular expression: {error}") from None
+    if source.hub and not source.hub.name:
+        raise _Wrong("'hub.name' must not be empty")
     if source.hub and source.hub.rows_per_document < 1:
         raise _Wrong(f"'hub.rows_per_document' must be at least 1, not {source.hub.rows_per_document}")
     return source

@@ -187,7 +187,7 @@ def test_text_in_files_of_some_size_whatever_the_workers(server, tmp_path, capsy
     assert sum(row["documents"] for row in rows) == 303
     server.files["b/SHA256SUMS"] = b"<html>not what you think</html>"
     assert run(source, "--out", tmp_path / "three", *QUICK) == 1
-    assert "SHA256SUMS is not a list of checksums: it has the line '<html>" in capsys.readouterr().err
+    assert "SHA256SUMS is not a list of sha256 checksums: it has the line '<html>" in capsys.readouterr().err
 
 
 def test_a_long_part_goes_on_after_the_files_that_it_had_written(server, tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +11,9 @@ from fetch_running import run, source_file
 from running import REPOSITORY
 
 from data_prep.fetch import wanted
-from data_prep.fetch.download import RemoteFile, from_json
-from data_prep.fetch.listing import KEPT, kept_files, months, named
-from data_prep.fetch.source import Source, built_in, read_source
+from data_prep.fetch.download import Patience, RemoteFile, from_json
+from data_prep.fetch.listing import KEPT, _checksums, _dumpstatus, kept_files, list_files, months, named
+from data_prep.fetch.source import Listing, Source, built_in, find_source, read_source
 from data_prep.flow.streams import compression_of
 from smlp.errors import UserError
 
@@ -90,6 +90,11 @@ def test_what_a_user_gets_wrong(words, message, capsys, tmp_path, monkeypatch):
         ('format = "txt"\n[[files]]\nurl = "http://x/a"\nbytes = "9"', "'files.bytes' must be a whole number, not '9'"),
         ('format = "txt"\n[[files]]\nurl = "http://x/a"\nbytes = true', "must be a whole number, not True"),
         ('format = "txt"\n[[files]]\nurl = "http://x/a"\nsha1 = 123', "'files.sha1' must be a string, not 123"),
+        ('format = "txt"\n[[files]]\nurl = "http://x/a"\nbytes = -7', "'files.bytes' must be at least 0, not -7"),
+        ('format = "txt"\n[[files]]\nurl = "http://x/a"\nmd5 = "abc"', "'files.md5' must be 32 hexa.* not 'abc'"),
+        ('paths = ["x"]\n[size]\ntext_bytes = -1000', "'size.text_bytes' must be at least 0, not -1000"),
+        ('[hub]\nname = ""', "'hub.name' must not be empty"),
+        ('paths = ["x"]\n[options]\n"a.b" = "1"', "the name of an option must not have a dot, but there is 'a.b'"),
         ('format = "txt"\n[listing]\nkind = "paths"', "a field is missing: .*'url'"),
         ('format = "txt"\n[listing]\nkind = "ftp"\nurl = "http://x"', "'listing.kind' is 'ftp', but must be one of"),
         ('[hub]\nname = "a/b"\nrows_per_document = 0', "must be at least 1, not 0"),
@@ -170,6 +175,8 @@ def test_files_of_one_name_get_names_of_their_own():
     assert names == ["a.txt", "4-a.txt", "2-a.txt", "5-a.txt", "3-a.txt"]
     files = [RemoteFile(f"https://example.org/{name}", "") for name in ("a.gz", "a.txt.gz", "a.txt", "a")]
     assert [file.name for file in named(files, "txt")] == ["a.txt.gz", "2-a.txt.gz", "a.txt", "2-a.txt"]
+    twice = [RemoteFile(f"https://example.org/{url}", "") for url in "aba"]
+    assert [file.name for file in named(twice, "warc")] == ["a", "b"]
     (file,) = named([RemoteFile("https://example.org/DATA.GZ", "")], "jsonl")
     assert file.name == "DATA.jsonl.GZ" and compression_of(Path(file.name)) == ".gz"
 
@@ -197,6 +204,48 @@ def test_names_of_a_kept_list_that_become_one_are_asked_for_again(tmp_path):
     files[1]["name"] = "a.txt.gz"
     (tmp_path / KEPT).write_text(json.dumps(row))
     assert kept_files(source, {}, tmp_path) is None
+
+
+@pytest.mark.parametrize("length", [200, 201, 255])
+def test_a_long_name_leaves_room_for_what_is_added_to_it(length):
+    stem = "n" * (length - len(".jsonl.gz"))
+    files = named([RemoteFile(f"https://example.org/{first}/{stem}.jsonl.gz", "") for first in "ab"], "jsonl")
+    assert len({file.name for file in files}) == 2
+    for file in files:
+        assert file.name.endswith(f"{stem[-100:]}.jsonl.gz") and len(file.name) <= 202
+        assert (file.name == f"{stem}.jsonl.gz") == (length == 200 and file is files[0])
+
+
+def test_lists_that_cannot_be_right_are_named(tmp_path):
+    """Each would be kept, and its files downloaded again and again."""
+    listing = Listing("checksums", "http://x/list")
+    assert [file.url for file in _checksums(f"{'a' * 64}  b.gz\n\n", listing.url, listing)] == ["http://x/b.gz"]
+    with pytest.raises(UserError, match="http://x/list is not a list of sha256 checksums: it has the line 'aaa"):
+        _checksums(f"{'a' * 32}  b.gz\n", listing.url, listing)
+    for size, sha1 in (("19", "a" * 40), (-1, "a" * 40), (19, "a" * 39), (19, 5)):
+        files = {"a": {"size": size, "url": "/a", "sha1": sha1}}
+        text = json.dumps({"jobs": {"j": {"status": "done", "files": files}}})
+        with pytest.raises(UserError, match="http://x/list"):
+            _dumpstatus(text, listing.url, replace(listing, job="j"))
+    with pytest.raises(UserError, match=r"date=latest needs 'listing.dates' in the source's file"):
+        list_files(Source("mine", "Mine", listing=listing), {"date": "latest"}, tmp_path, Patience())
+
+
+def test_one_folder_is_one_source_however_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my/texts").mkdir(parents=True)
+    assert find_source("my/texts/") == find_source("./my/texts") == find_source("my/texts")
+
+
+def test_what_a_source_says_writes_no_lines_on_the_terminal(tmp_path, capsys):
+    body = 'licence = "a\\n  b\\u001b[31m"\npaths = ["x\\n  y"]\n[options]\no = "1\\n2"'
+    source = source_file(tmp_path, "mine", body)
+    assert run("--show", source) == 0
+    shown = capsys.readouterr().out
+    assert r"licence    a\n  b\x1b[31m" in shown and r"o=1\n2" in shown and shown.count("\n") == 7
+    assert run(source, "--out", tmp_path / "out", "--dry-run") == 1
+    shown = capsys.readouterr().out
+    assert r"o=1\n2" in shown and r"/x\n  y" in shown and shown.count("\n") == 4
 
 
 def test_what_is_no_address_is_named():
