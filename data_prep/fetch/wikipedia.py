@@ -64,6 +64,8 @@ def articles(
                 yield from with_defect(_article(element, path, source, max_bytes, parse))
                 root.clear()  # discard finished pages, or memory would grow with the file
                 bounded.num_bytes = 0
+        if not num_pages:
+            yield Defect("no document in it", str(path))
     except UserError:
         raise
     except (DamagedFile, ElementTree.ParseError, ValueError, LookupError) as error:  # or an encoding it does not have
@@ -133,7 +135,7 @@ def plain_text(wikitext: str, parser: Any) -> str:
     (``END_SECTIONS``) go; links stay as the words that they show; headings stay as lines of their own.
     """
     wikitext = _without_notes(wikitext)
-    for _ in range(_MOST_NESTED):
+    for _ in range(_MOST_NESTED + 1):  # the last finds that none is left
         wikitext, number = _INNERMOST_TEMPLATE.subn("", wikitext)
         if not number:
             break

@@ -61,7 +61,8 @@ def test_time_grows_with_the_length_of_hostile_wikitext(pattern):
 
 
 def test_templates_that_are_nested_too_deep():
-    assert wikipedia.plain_text("a{{b" * 60 + "}}" * 60, mwparserfromhell) == "a"
+    assert wikipedia.plain_text("a{{b" * 100 + "}}" * 100, mwparserfromhell) == "a"
+    assert wikipedia.text_of_article("a{{b" * 101 + "}}" * 101) is None
     assert wikipedia.text_of_article("a{{b" * 5000 + "}}" * 5000) is None
 
 
@@ -92,6 +93,12 @@ def test_an_encoding_that_the_parser_lacks(tmp_path):
     path.write_text('<?xml version="1.0" encoding="shift_jis"?>' + HEAD + page(1, "A", "one") + "</mediawiki>")
     (defect,) = wikipedia.articles(path, "wiki", 5000)
     assert (defect.problem, "encoding" in defect.where) == ("damaged: it breaks off", True)
+
+
+def test_xml_without_a_page_is_named(tmp_path):
+    path = tmp_path / "a.xml"
+    path.write_text("<html><body>Log in first</body></html>")
+    assert list(wikipedia.articles(path, "wiki", 5000)) == [Defect("no document in it", str(path))]
 
 
 def test_a_dump_of_several_streams(tmp_path):
