@@ -117,14 +117,14 @@ def report_left_out(inputs: Sequence[Path], suffixes: Iterable[str], read: Itera
             continue
         files, hidden = _walk(place)
         for folder, _ in _unfinished(files):
-            print(f"{folder} is not finished: some of its files are missing", file=sys.stderr)
+            print(f"{one_line(str(folder))} is not finished: some of its files are missing", file=sys.stderr)
         known = set(read) if read is not None else {path for path in files if _is_wanted(path, tuple(suffixes))}
         others = [path for path in files if path not in known and path.name != MANIFEST]
         others += [path for path in hidden if _is_wanted(path, tuple(suffixes))]
         if others:
             shown = ", ".join(one_line(str(path.relative_to(place))) for path in others[:_SHOWN])
             more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-            print(f"not read in {place}: {shown}{more}", file=sys.stderr)
+            print(f"not read in {one_line(str(place))}: {shown}{more}", file=sys.stderr)
 
 
 def files_in(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:

@@ -315,11 +315,13 @@ def test_parquet(tmp_path):
         "x": [float("nan"), 0.5],
         "tags": [["a", None], []],
         "at": [{"day": date(2026, 1, 2)}, None],
+        "map": pyarrow.array([[("k", 1), ("l", None)], None], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
     }
     parquet.write_table(pyarrow.table(columns), path)
+    first = {"n": 1, "x": "nan", "tags": ["a", None], "at": {"day": "2026-01-02"}, "map": [["k", 1], ["l", None]]}
     assert list(documents_in(path, ReadSettings())) == [
-        Record("one", "\\xff", "café", {"n": 1, "x": "nan", "tags": ["a", None], "at": {"day": "2026-01-02"}}),
-        Record("two", "a.parquet:1", "a", {"n": None, "x": 0.5, "tags": [], "at": None}),
+        Record("one", "\\xff", "café", first),
+        Record("two", "a.parquet:1", "a", {"n": None, "x": 0.5, "tags": [], "at": None, "map": None}),
     ]
     path.write_bytes(b"no parquet")
     assert [piece.problem for piece in documents_in(path, ReadSettings())] == ["damaged: no parquet file"]
@@ -800,6 +802,14 @@ def test_names_from_files_write_no_lines_on_the_terminal(tmp_path, capsys):
         (tmp_path / "in" / name).write_text("text")
     report_left_out([tmp_path / "in"], [".txt"])
     assert capsys.readouterr().err.endswith(": x\\n\\x1b[32mgreen.md\n")
+    unfinished = tmp_path / "two\nlines"
+    begin(StepRun(unfinished / "a"), "fetch", {}, False)
+    for name in ("a/a.jsonl", "b.md"):
+        (unfinished / name).write_text("text")
+    report_left_out([unfinished], [".jsonl"])
+    shown = f"{tmp_path}/two\\nlines"
+    told = f"{shown}/a is not finished: some of its files are missing\nnot read in {shown}: b.md\n"
+    assert capsys.readouterr().err == told
     defect = {"problem": "no column 'text': \x1b[31mred\nall is well", "where": "a\nb"}
     manifest = write_manifest(tmp_path, "upper", {}, [], [PartResult([], Counts(), [defect])])
     Report("upper", StepRun(tmp_path)).finished(manifest)
