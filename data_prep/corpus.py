@@ -75,8 +75,8 @@ def write_corpus(out: Path, splits: Splits, manifest: dict[str, Any]) -> dict[st
         f"{name}.txt": ("\n\n".join("\n".join(document.paragraphs) for document in splits[name]) + "\n").encode()
         for name in SPLITS
     }
+    check_out(out)
     if not reopen(out):
-        check_no_other(out, FILES)
         out.mkdir(parents=True, exist_ok=True)
         (out / _UNFINISHED).touch()
     for name, text in texts.items():
@@ -84,18 +84,32 @@ def write_corpus(out: Path, splits: Splits, manifest: dict[str, Any]) -> dict[st
     manifest = {**manifest, "splits": {name: split_counts(splits[name]) for name in SPLITS}}
     content = (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode()
     write_whole(out / MANIFEST, content)
-    (out / _UNFINISHED).unlink()
+    (out / _UNFINISHED).unlink(missing_ok=True)  # another call may have written there at the same time
     return manifest
 
 
 def reopen(out: Path) -> bool:
     """Mark the corpus in a folder as unfinished, so that it is made anew; return False if there is none of ours."""
-    is_ours = (read_json(out / MANIFEST) or {}).keys() == {"sources", "removed", "splits"}
-    if not is_ours and not (out / _UNFINISHED).is_file():
+    if not _is_ours(out):
         return False
     (out / _UNFINISHED).touch()
     (out / MANIFEST).unlink(missing_ok=True)  # its presence marks the corpus as complete
     return True
+
+
+def check_out(out: Path) -> None:
+    """Refuse a folder with files of something else, which a corpus would replace.
+
+    Raises:
+        UserError: the message names the first one.
+    """
+    if not _is_ours(out):
+        check_no_other(out, FILES)
+
+
+def _is_ours(out: Path) -> bool:
+    is_whole = (read_json(out / MANIFEST) or {}).keys() == {"sources", "removed", "splits"}
+    return is_whole or (out / _UNFINISHED).is_file()
 
 
 def describe_splits(manifest: dict[str, Any]) -> str:
@@ -112,6 +126,7 @@ def describe_splits(manifest: dict[str, Any]) -> str:
 
 def build_corpus(out: Path, sources: str, build: Callable[[], dict[str, Any]]) -> None:
     """Call ``build``, which writes a corpus and returns its manifest, and print what it reads and writes."""
+    check_out(out)  # now, not after the work
     print(f"reading {sources}", flush=True)
     print(describe_splits(build()))
     print(f"wrote {out}; {out / MANIFEST} says where it came from and what was removed")

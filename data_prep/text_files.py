@@ -54,10 +54,14 @@ def _text_of(path: Path, content: bytes) -> str:
 
 
 def documents_of(text: str, group: str) -> list[Document]:
-    """Return the documents between empty lines; runs of spaces and control characters in a line become one space."""
+    """Return the documents between empty lines.
+
+    Soft hyphens are dropped, and the joiners U+200C and U+200D stay. Runs of spaces and other characters that cannot be
+    printed, such as control characters and those for private use, become one space.
+    """
     documents: list[list[str]] = [[]]
-    for line in text.split("\n"):
-        paragraph = " ".join("".join(c if c.isprintable() else " " for c in line).split())
+    for line in text.replace("\u00ad", "").split("\n"):
+        paragraph = " ".join("".join(c if c.isprintable() or c in "\u200c\u200d" else " " for c in line).split())
         if paragraph:
             documents[-1].append(paragraph)
         elif documents[-1]:

@@ -147,6 +147,19 @@ def test_an_interrupted_call_goes_on_after_its_download(packed, tmp_path, monkey
     assert not (tmp_path / "out" / file.name).exists()
 
 
+def test_a_folder_that_did_not_get_its_name_is_made_anew(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def refuse(*_):
+        raise OSError(39, "Directory not empty")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="not empty"):
+        patch.setattr(type(out), "rename", refuse)
+        images.fetch("digits", out, limit=1, quiet=True)
+    images.fetch("digits", out, limit=1, quiet=True)
+    assert sorted(path.name for path in out.iterdir()) == ["dataset.json", "train", "validation"]
+
+
 def test_another_file_and_an_older_folder_are_refused(packed, tmp_path):
     name, file, _ = packed
     file.write_bytes(file.read_bytes() + b"x")

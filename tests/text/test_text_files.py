@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import text_files
+from data_prep import corpus, text_files
 from data_prep.text_files import build, documents_of, read_text
 from smlp.cli.main import guarded
 from smlp.errors import UserError
@@ -53,6 +53,8 @@ def test_held_out_text_stands_in_no_other_split(tmp_path):
 def test_documents_stay_apart_and_spaces_are_folded(tmp_path):
     documents = documents_of("one\r\n two \t three\x0bfour\n\n\n\nfive\x00six\n", "g")
     assert [document.paragraphs for document in documents] == [("one", "two three four"), ("five six",)]
+    (document,) = documents_of("co\u00adoperate می\u200cخواهم 👩\u200d👩 a\ue000b", "g")
+    assert document.paragraphs == ("cooperate می\u200cخواهم 👩\u200d👩 a b",)
     first, second = tmp_path / "a.txt", tmp_path / "b.txt"
     first.write_text("\n".join(f"a {number}" for number in range(30)))
     second.write_text("b 0\n\n" + "\n".join(f"b {number}" for number in range(1, 30)))
@@ -111,6 +113,8 @@ def test_files_of_something_else_are_not_overwritten(tmp_path):
         (out / name).write_text('{"splits": {}, "step": "sample"}')
         with pytest.raises(UserError, match=f"--out {out} has a {name} of something else: name another folder"):
             build(out, [source])
+        with pytest.raises(UserError, match=f"has a {name} of something else"):  # before anything is read
+            text_files.main(["--text", str(tmp_path / "gone.txt"), "--out", str(out)])
         assert [path.name for path in out.iterdir()] == [name]
         (out / name).unlink()
     build(out, [source])
@@ -123,6 +127,20 @@ def test_files_of_something_else_are_not_overwritten(tmp_path):
     with pytest.raises(UserError, match=f"--out {out} would overwrite the text file {out}/train.txt: name another"):
         build(out, [source, out / "train.txt"])
     assert (out / "train.txt").read_text() == before
+
+
+def test_two_calls_that_write_one_corpus_at_once_both_end_well(tmp_path, monkeypatch):
+    splits = {name: [corpus.Document("g", (name,))] for name in corpus.SPLITS}
+    writing = corpus.write_whole
+
+    def meanwhile(path, content):
+        monkeypatch.setattr(corpus, "write_whole", writing)
+        corpus.write_corpus(tmp_path, splits, {"sources": [], "removed": {}})
+        writing(path, content)
+
+    monkeypatch.setattr(corpus, "write_whole", meanwhile)
+    corpus.write_corpus(tmp_path, splits, {"sources": [], "removed": {}})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(corpus.FILES)
 
 
 def test_a_pipe_is_read_once(tmp_path):
