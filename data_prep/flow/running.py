@@ -37,8 +37,10 @@ from data_prep.flow.parts import FilePart
 from data_prep.flow.streams import PARTIAL, read_json, sha256_of, write_bytes
 from data_prep.flow.workers import work_on
 from smlp.errors import UserError, one_line
+from smlp.files import is_held
 
 LOCK = "lock"
+_BEGIN_LOCK = "begin.lock"  # held for a moment, by a command that looks at the settings or writes them
 
 
 class PartWork(Protocol):
@@ -58,6 +60,7 @@ class StepRun:
     # what run_parts notes of all phases: those of which parts were done before, and the versions of smlp that did any
     resumed: set[str] = field(default_factory=set, compare=False)
     versions: set[str] = field(default_factory=set, compare=False)
+    begun: dict[str, Any] = field(default_factory=dict, compare=False)  # what begin has found or written in SETTINGS
 
 
 @dataclass(frozen=True)
@@ -96,27 +99,37 @@ def begin(
         if path.is_symlink():
             raise UserError(f"{path} is a link: no step made it, and records would go there")
     wanted = {"step": step, "settings": json.loads(json.dumps(settings))}
+    content, alone = json.dumps(wanted, indent=1).encode(), replace(run, share=(0, 1), begun={})
     record = state / SETTINGS
     # list files before the record: another share writes its record first
-    holds_files = run.out.is_dir() and any(path.name != STATE for path in run.out.iterdir())
-    if record.is_file():
-        found = read_settings(record)
-        may_differ = () if holds_files else until_written
-        if found != wanted and _without(found, may_differ) == _without(wanted, may_differ):
-            with locked(replace(run, share=(0, 1))):
-                write_bytes(record, json.dumps(wanted, indent=1).encode())
+    if _holds_files(run.out) and not record.is_file():
+        raise UserError(f"--out {run.out} holds other files: name a new or empty folder")
+    state.mkdir(parents=True, exist_ok=True)
+    with open(state / _BEGIN_LOCK, "a", opener=_no_link) as lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        found = read_settings(record) if record.is_file() else None
+        may_differ = () if _holds_files(run.out) else until_written
+        if found is None:
+            write_bytes(record, content)
+        elif found != wanted and _without(found, may_differ) == _without(wanted, may_differ):
+            with locked(alone):
+                write_bytes(record, content)
         elif found != wanted:
             if not restart:
                 raise UserError(
                     f"{run.out} holds work of 'smlp data {found['step']}' with other settings "
                     f"({_difference(found, wanted)}): name another --out, or add --restart to delete that work"
                 )
-            with locked(replace(run, share=(0, 1))):
+            with locked(alone):
                 _throw_away(run.out)
-    elif holds_files:
-        raise UserError(f"--out {run.out} holds other files: name a new or empty folder")
-    if not record.is_file():
-        write_bytes(record, json.dumps(wanted, indent=1).encode())
+                write_bytes(record, content)
+    run.begun.clear()
+    run.begun.update(wanted)
+
+
+def _holds_files(out: Path) -> bool:
+    return out.is_dir() and any(path.name != STATE for path in out.iterdir())
 
 
 def _without(record: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -146,7 +159,7 @@ def _throw_away(out: Path) -> None:
             )
     last = (out / MANIFEST, out / STATE)
     for path in [*(path for path in out.iterdir() if path not in last), *records, *(out / STATE).iterdir()]:
-        if path.name not in (SETTINGS, LOCK):
+        if path.name not in (SETTINGS, LOCK, _BEGIN_LOCK):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     (out / STATE / SETTINGS).unlink()
 
@@ -258,7 +271,11 @@ def _no_link(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def locked(run: StepRun) -> Iterator[None]:
-    """Lock the folder for one command, or for several shares of it, each of them once."""
+    """Lock the folder for one command, or for several shares of it, each of them once.
+
+    Raises:
+        UserError: another command has the lock, or has changed the settings since this one began.
+    """
     index, number = run.share
     state = run.out / STATE
     state.mkdir(parents=True, exist_ok=True)
@@ -271,9 +288,14 @@ def locked(run: StepRun) -> Iterator[None]:
             raise UserError(f"another command is running in {run.out}: wait for it, or stop it") from None
         except OSError:
             pass  # a file system without locks
+        if run.begun and read_json(state / SETTINGS) != run.begun:
+            raise UserError(
+                f"{run.out} no longer holds the settings of this command: another one began there meanwhile; name "
+                "another --out"
+            )
         if number == 1:
             for path in run.out.rglob(f"*{PARTIAL}"):  # leftovers of killed processes
-                if not path.name.startswith(SETTINGS):  # a command that starts now writes that before it has the lock
+                if not is_held(path):  # by a command that begins or finishes now
                     path.unlink(missing_ok=True)
         yield
 

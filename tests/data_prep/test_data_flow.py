@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from argparse import Namespace
@@ -22,7 +23,7 @@ from pathlib import Path
 import pytest
 from running import REPOSITORY
 
-from data_prep.flow import documents, limits, streams
+from data_prep.flow import documents, limits, running, streams
 from data_prep.flow.documents import Defect, Loss, ReadSettings, Record, read
 from data_prep.flow.manifest import SETTINGS, STATE, Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.options import run_of
@@ -397,15 +398,43 @@ def run_upper(source, run, settings=None, restart=False, depends=None, **more):
     return write_manifest(run.out, "upper", settings or {}, done.inputs, done.results)
 
 
-def test_leftovers_go_but_not_what_a_command_writes_that_begins_now(source, tmp_path):
-    (tmp_path / "out" / ".state" / "upper").mkdir(parents=True)
-    left, begins = [
-        tmp_path / "out" / ".state" / name for name in ("upper/a.host.1.partial", "settings.json.h.2.partial")
-    ]
-    for path in (left, begins):
-        path.touch()
-    assert run_upper(source, StepRun(tmp_path / "out", quiet=True)) is not None
-    assert begins.exists() and not left.exists()
+def test_leftovers_go_but_not_what_a_command_is_writing(source, tmp_path):
+    run = StepRun(tmp_path / "out", quiet=True)
+    (left := run.out / STATE / "upper" / "a.host.1.partial").parent.mkdir(parents=True)
+    left.touch()
+    with write_stream(run.out / "manifest.json") as (stream, _):
+        stream.write(b"{}")
+        with locked(run):
+            assert not left.exists()
+    assert (run.out / "manifest.json").exists()
+
+
+def test_commands_with_other_settings_that_begin_together(source, tmp_path, monkeypatch):
+    """The second finds the first one's settings, and a first one whose work was thrown away does not go on."""
+    first, second = (StepRun(tmp_path / "out", quiet=True) for _ in range(2))
+    whole, said = running.write_bytes, []
+
+    def other():
+        with pytest.raises(UserError) as caught:
+            begin(second, "upper", {"seed": 2})
+        said.append(str(caught.value))
+
+    def meanwhile(path, content):
+        monkeypatch.setattr(running, "write_bytes", whole)
+        thread.start()
+        thread.join(0.05)
+        return whole(path, content)
+
+    thread = threading.Thread(target=other)
+    monkeypatch.setattr(running, "write_bytes", meanwhile)
+    begin(first, "upper", {"seed": 1})
+    thread.join(30)
+    assert "seed was 1, now 2" in said[0]
+    begin(second, "upper", {"seed": 2}, restart=True)
+    parts = plan_parts(find_files([source], [".txt"]))
+    with pytest.raises(UserError, match="no longer holds the settings of this command: another one began there"):
+        run_parts(first, "upper", parts, upper)
+    assert run_parts(second, "upper", parts, upper).results
 
 
 @pytest.fixture
