@@ -7,6 +7,7 @@ Letters: ``N`` tokens, ``L`` lines.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from data_prep.flow.parts import FilePart
 from data_prep.flow.running import STATE
 from data_prep.flow.streams import READ_BYTES, write_bytes, write_stream
 from smlp.errors import UserError
-from smlp.files import name_below
+from smlp.files import NamedFile, name_below
 from smlp.text.binarized import HEADER, MAGIC, TOKEN_TYPES
 
 _CODES = {np.dtype(name): code for code, name in TOKEN_TYPES.items()}
@@ -190,7 +191,7 @@ def merge_part(part: FilePart, out: Path) -> PartResult:
 
 def _tokens(out: Path, dtype: np.dtype, segments: list[list[Any]]) -> Iterator[bytes]:
     for name, position, tokens, _, _ in segments:
-        with open(out / name, "rb") as file:
+        with io.BufferedReader(NamedFile(out / name)) as file:
             file.seek(position)
             left = tokens * dtype.itemsize
             while left:
@@ -208,7 +209,7 @@ def _breaks_off(path: Path) -> UserError:
 def _index(out: Path, dtype: np.dtype, segments: list[list[Any]]) -> Iterator[bytes | memoryview]:
     def lengths() -> Iterator[np.ndarray]:
         for name, position, tokens, lines, _ in segments:
-            with open(out / name, "rb") as file:
+            with io.BufferedReader(NamedFile(out / name)) as file:
                 file.seek(position + tokens * dtype.itemsize)
                 content = file.read(lines * LENGTH.itemsize)
                 if len(content) < lines * LENGTH.itemsize:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import shutil
 from collections import Counter
@@ -39,6 +40,7 @@ from smlp.cli.numbers import real, whole
 from smlp.cli.options import refuse_unused
 from smlp.errors import UserError, one_line
 from smlp.evaluation.zeroshot.readers import READERS
+from smlp.files import NamedFile
 
 DESCRIPTION = (
     "Remove documents that repeat another one, exactly or nearly, within and across inputs, and held-out documents; "
@@ -278,7 +280,7 @@ def _finish(
 def _gather(out: Path, name: str, files: list[str]) -> dict[str, Any]:
     with write_stream(out / name) as (stream, written):
         for file in files:
-            with open(out / file, "rb") as lines:
+            with io.BufferedReader(NamedFile(out / file)) as lines:
                 shutil.copyfileobj(lines, stream)
     row = written.row(out)
     return {"bytes": row["bytes"], "sha256": row["sha256"]}

@@ -138,7 +138,11 @@ class Lookup:
             self._files[path] = os.open(path, os.O_RDONLY)
             if len(self._files) > _OPEN_FILES:
                 os.close(self._files.popitem(last=False)[1])
-        content = os.pread(self._files[path], size, start)
+        try:
+            content = os.pread(self._files[path], size, start)
+        except OSError as error:
+            error.filename = str(path)
+            raise
         assert len(content) == size, f"{path} is shorter than when it was written"
         return content
 

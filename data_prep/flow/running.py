@@ -1,7 +1,8 @@
 """Run a step part by part, in parallel, and report how it ended.
 
-A part that is done has a file in ``OUT/.state/PHASE/``, written after its outputs; a command that is repeated after a
-kill skips it. Tasks of a Slurm array take a share of the parts each (``--share K/N``) in the same folder.
+A part that is done has a file in ``OUT/.state/PHASE/``, written after its outputs (until then it only names them); a
+command that is repeated after a kill skips it. Tasks of a Slurm array take a share of the parts each (``--share K/N``)
+in the same folder.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from data_prep.flow.manifest import (
     read_settings,
 )
 from data_prep.flow.parts import FilePart
-from data_prep.flow.streams import PARTIAL, read_json, sha256_of, write_bytes
+from data_prep.flow.streams import PARTIAL, noting, read_json, sha256_of, write_bytes
 from data_prep.flow.workers import work_on
 from smlp.errors import UserError, one_line
 from smlp.files import is_held
@@ -146,10 +147,7 @@ def _throw_away(out: Path) -> None:
         UserError: it holds a file that the step did not record; nothing is deleted then.
     """
     records = [path for path in (out / MANIFEST, *(out / STATE).glob("*/*.json")) if path.is_file()]
-    known = {MANIFEST}
-    for path in records:
-        with contextlib.suppress(KeyError, TypeError):  # damaged: what it named has to be removed by hand
-            known.update(row["name"] for row in (read_json(path) or {})["outputs"])
+    known = {MANIFEST}.union(*map(_named, records))
     for path in out.rglob("*"):
         name = path.relative_to(out)
         is_own = name.parts[0] in (STATE, WORK, REPORTS) or str(name) in known
@@ -162,6 +160,14 @@ def _throw_away(out: Path) -> None:
         if path.name not in (SETTINGS, LOCK, _BEGIN_LOCK):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     (out / STATE / SETTINGS).unlink()
+
+
+def _named(record: Path) -> set[str]:
+    """Return the names of the outputs in a manifest or record."""
+    names: set[str] = set()
+    with contextlib.suppress(KeyError, TypeError):  # damaged: what it named has to be removed by hand
+        names.update(row["name"] for row in (read_json(record) or {})["outputs"])
+    return names
 
 
 def note_files(out: Path, names: Iterable[str]) -> None:
@@ -248,12 +254,16 @@ def forget(out: Path, records: Iterable[Path], current: set[str]) -> None:
     Their inputs may be gone, and later steps read everything in the folder.
     """
     for path in records:
-        row = read_json(path) or {"outputs": []}  # none if another share was faster
-        with contextlib.suppress(KeyError, TypeError):  # damaged: it says nothing of what its outputs were
-            for output, place in zip(row["outputs"], output_paths(out, row["outputs"], path), strict=True):
-                if output["name"] not in current:
-                    place.unlink(missing_ok=True)
+        _remove_outputs(out, path, current)
         path.unlink(missing_ok=True)
+
+
+def _remove_outputs(out: Path, record: Path, current: set[str]) -> None:
+    row = read_json(record) or {"outputs": []}  # none if another share was faster
+    with contextlib.suppress(KeyError, TypeError):  # damaged: it says nothing of what its outputs were
+        for output, place in zip(row["outputs"], output_paths(out, row["outputs"], record), strict=True):
+            if output["name"] not in current:
+                place.unlink(missing_ok=True)
 
 
 def is_done(run: StepRun, phase: str, part: FilePart) -> bool:
@@ -306,12 +316,24 @@ def _do_part(part: FilePart, out: Path, phase: str, work: PartWork, key: str, fo
     found = {**_identity(part), "sha256": checksum}
     earlier = read_json(out / STATE / follows / record.name) if follows else {"input": found}
     if earlier is None or earlier.get("input") != found:
+        (out / STATE / follows / record.name).unlink(missing_ok=True)  # size and time may be the same
         raise UserError(f"{part.path} changed after it was read: run the same command again")
+    names = _named(record)
+
+    def note(path: Path) -> None:
+        """Record a file before it is written, so that it is known whatever happens before the part is done."""
+        if not (name := str(path.relative_to(out))).startswith("."):
+            names.add(name)
+            record.write_bytes(as_json({"outputs": [{"name": name} for name in names]}))
+
+    token = noting.set(note)
     try:
         result = work(part, out)
     except Exception:
         _check_same(part, before)  # an earlier phase's results may not hold for it any more
         raise
+    finally:
+        noting.reset(token)
     result.counts.check()
     _check_same(part, before)
     row = {
@@ -321,7 +343,7 @@ def _do_part(part: FilePart, out: Path, phase: str, work: PartWork, key: str, fo
         **asdict(result),
         "counts": result.counts.to_json(),
     }
-    forget(out, [record], {output["name"] for output in result.outputs})  # it may have had more
+    _remove_outputs(out, record, {output["name"] for output in result.outputs})  # it may have had more
     write_bytes(record, as_json(row))
 
 

@@ -14,6 +14,7 @@ import socket
 import zlib
 from collections.abc import Callable
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -28,6 +29,10 @@ _ZSTD_BYTES = 1 << 10  # compressed bytes at a time; zeros can expand them to 32
 _GZIP_LEVEL = 4  # three times as fast as level 6; English text becomes 7 % larger
 # Exceptions for a damaged or truncated file; zstandard's own is added when it is imported.
 _DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
+
+
+#: called with the path of each file before :func:`write_stream` writes it
+noting: ContextVar[Callable[[Path], None] | None] = ContextVar("noting", default=None)
 
 
 class DamagedFile(Exception):
@@ -208,6 +213,8 @@ def write_stream(path: Path) -> Any:
     ``--share`` runs in the folder. The same content gives the same bytes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if note := noting.get():
+        note(path)
     machine = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:16]  # names of machines have up to 64 bytes
     partial = path.with_name(f"{path.name}.{machine}.{os.getpid()}{PARTIAL}")
     with renamed_when_whole(partial, path) as file:
@@ -267,7 +274,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def sha256_of(path: Path, start: int = 0, stop: int | None = None) -> str:
     """Return the checksum of a file's bytes on disk, or of those from ``start`` to ``stop``."""
-    with open(path, "rb") as file:
+    with io.BufferedReader(NamedFile(path)) as file:
         if not start and stop is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
         digest = hashlib.sha256()

@@ -504,3 +504,13 @@ def test_data_without_train_are_not_said_to_train(tokenizer, tmp_path, capsys):
         words = ("--format", "lines", f"--{split}", tmp_path / "a.txt", "--tokenizer", tokenizer)
         assert binarize(*words, "--out", tmp_path / split) == 0
         assert ("smlp train" in capsys.readouterr().out) == is_said
+
+
+def test_a_segment_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "a.bin").symlink_to("/proc/self/mem")
+    plan = tmp_path / "plan.json"
+    for tokens in (2, 0):  # ids are read, or only lengths of lines
+        plan.write_text(json.dumps({"name": "train", "dtype": "<u2", "segments": [["a.bin", 0, tokens, 1, 0]]}))
+        with pytest.raises(OSError, match="error") as caught:
+            shards_module.merge_part(FilePart.whole(plan), tmp_path)
+        assert caught.value.filename == str(tmp_path / "a.bin")

@@ -13,7 +13,7 @@ from zeroshot_data import write_tasks
 
 from data_prep.dedup import command, groups
 from data_prep.dedup.contamination import Index, index_tasks, read_tasks, summary
-from data_prep.dedup.files import read_partition, spilling
+from data_prep.dedup.files import Lookup, read_partition, spilling
 from data_prep.dedup.groups import first_of_each
 from data_prep.dedup.signatures import (
     Scheme,
@@ -530,3 +530,14 @@ def test_wrong_options(tmp_path, capsys, monkeypatch, options, message):
     write_jsonl(Path("a.jsonl"), [{"text": "x"}])
     assert main(["data", "dedup", "--in", "a.jsonl", "--out", "out", *options]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_intermediate_files_that_cannot_be_read_are_named(tmp_path):
+    (path := tmp_path / "a").symlink_to("/proc/self/mem")
+    lookup = Lookup(None, 16)
+    reads = (lambda: command._gather(tmp_path, "removed.jsonl.gz", ["a"]), lambda: lookup._read(path, 0, 8))
+    for read in reads:
+        with pytest.raises(OSError, match="error") as caught:
+            read()
+        assert caught.value.filename == str(path)
+    lookup.close()

@@ -1,5 +1,6 @@
 """Streams, documents, parts and workers of ``smlp data``."""
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -29,7 +30,7 @@ from data_prep.flow.manifest import SETTINGS, STATE, Counts, PartResult, is_whol
 from data_prep.flow.options import run_of
 from data_prep.flow.parts import FilePart, find_files, plan_parts, report_left_out, unique_name
 from data_prep.flow.running import Report, StepRun, begin, is_done, locked, run_parts
-from data_prep.flow.streams import DamagedFile, json_line, open_stream, write_bytes, write_stream
+from data_prep.flow.streams import DamagedFile, json_line, open_stream, sha256_of, write_bytes, write_stream
 from data_prep.flow.workers import PartFailed
 from smlp import __version__
 from smlp.errors import UserError
@@ -139,6 +140,10 @@ def test_errors_of_a_disk_name_the_file_that_is_read(tmp_path):
             with open_stream(tmp_path / name) as stream, pytest.raises(OSError, match="error") as caught:
                 getattr(stream, method)()
             assert caught.value.filename == str(tmp_path / name)
+    for stop in (None, 5):
+        with pytest.raises(OSError, match="error") as caught:
+            sha256_of(tmp_path / "a.txt", stop=stop)
+        assert caught.value.filename == str(tmp_path / "a.txt")
 
 
 def test_a_write_that_fails_leaves_nothing_under_the_name(tmp_path):
@@ -546,8 +551,47 @@ def test_a_later_phase_reads_what_the_earlier_one_has_read(source, tmp_path):
     os.utime(source / "a.txt")
     assert run_parts(run, "again", parts, upper, follows="upper").results
     (source / "a.txt").write_text((source / "a.txt").read_text().replace("a1", "a2"))
-    with pytest.raises(UserError, match=r"a\.txt changed after it was read"):
-        run_parts(run, "again", parts, upper, follows="upper")
+    assert run_parts(run, "upper", parts, upper).results
+    facts = (source / "a.txt").stat()
+    (source / "a.txt").write_text((source / "a.txt").read_text().replace("a2", "a3"))
+    os.utime(source / "a.txt", ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert run_parts(run, "upper", parts, upper).results, "the file seems to be the same"
+    with pytest.raises(UserError, match=r"a\.txt changed after it was read: run the same command again"):
+        run_parts(run, "last", parts, upper, follows="upper")
+    assert run_parts(run, "upper", parts, upper).results
+    assert run_parts(run, "last", parts, upper, follows="upper").results
+
+
+def upper_twice(part, out, error):
+    """As :func:`upper`, with a second output, before which it fails."""
+    upper(part, out)
+    if error:
+        raise error
+    write_bytes(out / "more" / f"{part.name}.jsonl", b"")
+    return upper(part, out)
+
+
+def changed(part, out):
+    """As :func:`upper`; its input changes meanwhile."""
+    os.utime(part.path, (0, 0))
+    return upper(part, out)
+
+
+def test_what_a_part_wrote_before_it_was_done_is_known(source, tmp_path):
+    """It goes with the part's input, and with --restart."""
+    run = StepRun(tmp_path / "out", quiet=True)
+    begin(run, "upper", {"seed": 0})
+    parts = plan_parts(find_files([source], [".txt"]))
+    with pytest.raises(UserError, match=r"a\.txt changed while it was read"):
+        run_parts(run, "upper", parts, changed)
+    assert (run.out / "a.jsonl.gz").is_file()
+    assert run_parts(run, "upper", parts[1:], upper).results and not (run.out / "a.jsonl.gz").exists()
+    for seed, error in enumerate((UserError("no token"), KeyboardInterrupt(), None), start=1):
+        begin(run, "upper", {"seed": seed}, restart=True)
+        assert not list(run.out.glob("*.jsonl.gz")) and not (run.out / "more").exists()
+        with pytest.raises(type(error)) if error else contextlib.nullcontext():
+            run_parts(run, "upper", parts, partial(upper_twice, error=error))
+        assert (run.out / "a.jsonl.gz").is_file()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
