@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from data_prep.fetch.download import Patience
@@ -24,7 +25,7 @@ from data_prep.flow.options import (
     check_apart,
     check_outside,
 )
-from data_prep.flow.running import Report, StepRun, aligned
+from data_prep.flow.running import Report, StepRun, aligned, refuse_other_files
 from smlp.cli.json_file import write_json
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
 from smlp.errors import UserError, one_line
@@ -117,8 +118,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--out DIR is missing: name the folder for the documents")
     wanted = _wanted(args)
     for one in wanted:
-        check_apart(one.run.out, one.source.paths)
-        check_outside(one.run.out, one.source.paths)
+        hub = [Path(one.source.hub.name)] if one.source.hub else []
+        places = [*one.source.paths, *(place for place in hub if place.exists())]
+        check_apart(one.run.out, places)
+        check_outside(one.run.out, places)
     if args.dry_run:
         return _dry_run(wanted, args.json)
     if args.json:
@@ -201,11 +204,12 @@ def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
         problems += [f"{one.source.name}: not installed: {', '.join(packages)}"] if packages else []
         if has_same_settings(one) is False and not one.restart:
             problems.append(f"{one.run.out} holds work with other settings: name another --out, or add --restart")
+        local: list[tuple[Path, Path]] = []
         try:
             local = local_files(one)
+            refuse_other_files(one.run.out)
         except UserError as error:
             problems.append(f"{one.source.name}: {error}")
-            local = []
         number = len(local) or (one.source.size.files if files is None else len(files))
         number = number if number is None or one.limit_files is None else min(number, one.limit_files)
         rows.append(
@@ -214,7 +218,7 @@ def _dry_run(wanted: list[Wanted], json_file: str | None) -> int:
                 "from": one.source.kind,
                 "files": number,
                 **one.sizes(files),
-                "needed_bytes": needed_bytes(one),
+                "needed_bytes": needed_bytes(one, local),
                 "options": one.options,
             }
         )
@@ -296,7 +300,7 @@ def print_plan(rows: list[dict[str, Any]], free: int, problems: list[str], json_
         options = _shown(", ".join(f"{name}={value}" for name, value in row["options"].items()))
         lines.append((row["name"], row["from"], number, *sizes, options))
     print(aligned(lines, right=(2, 3, 4, 5)))
-    print(f"free disk: {size(free)}; '?' is not known before the server is asked")
+    print(f"free disk: {size(free)}; '?' is not known beforehand")
     for problem in problems:
         print(f"problem: {_shown(problem)}")
     if json_file:

@@ -42,14 +42,17 @@ def kept_files(source: Source, options: dict[str, str], folder: Path) -> list[Re
         return None
 
 
-def list_files(source: Source, options: dict[str, str], folder: Path, patience: Patience) -> list[RemoteFile]:
+def list_files(
+    source: Source, options: dict[str, str], folder: Path, patience: Patience, anew: bool = False
+) -> list[RemoteFile]:
     """Return the files of a source of the web, in a fixed order and with names of their own; keep them in ``folder``.
+
+    ``anew`` reads the list even if it has been kept.
 
     Raises:
         UserError: the list cannot be downloaded or read, or an option is wrong.
     """
-    kept = kept_files(source, options, folder)
-    if kept is not None:
+    if not anew and (kept := kept_files(source, options, folder)) is not None:
         return kept
     folder.mkdir(parents=True, exist_ok=True)
     if source.listing is None:

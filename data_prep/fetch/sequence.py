@@ -16,12 +16,11 @@ from typing import Any
 
 from data_prep.fetch import hub, warc, wikipedia
 from data_prep.fetch.download import DownloadFailed, RemoteFile, bytes_there, download, download_all, from_json
-from data_prep.fetch.listing import KEPT, list_files
+from data_prep.fetch.listing import list_files
 from data_prep.fetch.source import Hub
 from data_prep.fetch.wanted import Wanted
 from data_prep.flow.documents import FORMATS, Defect, Loss, Record, check_format, read
 from data_prep.flow.manifest import (
-    MANIFEST,
     SETTINGS,
     STATE,
     Counts,
@@ -62,25 +61,21 @@ def fetch(wanted: Wanted) -> Outcome:
     source, run = wanted.source, wanted.run
     local = local_files(wanted)
     report_left_out(source.paths, FORMATS)
-    parts: Sequence[FilePart] = []
-    if local:
-        cut_text = wanted.reading.documents_of_text != "file"
-        most = sys.maxsize if wanted.limit_documents else min(PART_BYTES, wanted.file_bytes)
-        parts = plan_parts(local, most, cut_text=cut_text)
-        parts = [replace(part, source=source.name) for part in parts]
-        _refuse_small_disk(wanted, parts)  # before the folder is bound to these settings
+    parts: Sequence[FilePart] = _local_parts(wanted, local)
+    if parts:
+        wanted.refuse_small_disk(needed_bytes(wanted, local))  # before the folder is bound to these settings
     begin(run, "fetch", wanted.settings, wanted.restart)
-    if wanted.restart:
-        with locked(run):  # another command may be at work with them
-            for name in (KEPT, _SHARDS):
-                (wanted.raw / name).unlink(missing_ok=True)
+    corpus = {"title": source.title, "licence": source.licence, "citation": source.citation, "notes": source.notes}
     problems: list[str] = []
-    if source.from_web:
+    if source.from_web or source.hub:
         with locked(run):  # another command would write into the same files
-            parts, problems = _downloaded(wanted)
-    elif source.hub:
-        parts = _requested(wanted, [(name, row, None) for name, row in _shards(wanted)][: wanted.limit_files])
-        _refuse_small_disk(wanted, parts)
+            if source.from_web:
+                parts, problems = _downloaded(wanted)
+            else:
+                shards = _shards(wanted)
+                corpus["hub"] = shards[0][1]["hub"] if shards else {}
+                wanted.refuse_small_disk(needed_bytes(wanted, []))
+                parts = _requested(wanted, shards[: wanted.limit_files])
     finished = run_parts(run, _PHASE, parts, partial(convert, wanted=wanted))
     if finished.results is None:
         return Outcome(finished, problems=problems or finished.failed)
@@ -91,14 +86,14 @@ def fetch(wanted: Wanted) -> Outcome:
     if source.from_web:
         facts = [result.facts for result in finished.results]
         inputs = [{"path": row["url"], "bytes": row["bytes"], "sha256": row["sha256"]} for row in facts]
-    corpus = {"title": source.title, "licence": source.licence, "citation": source.citation, "notes": source.notes}
     manifest = write_manifest(run.out, "fetch", wanted.settings, inputs, finished.results, {"corpus": corpus})
     return Outcome(finished, manifest)
 
 
-def _refuse_small_disk(wanted: Wanted, parts: Sequence[FilePart]) -> None:
-    undone = sum(wanted.restart or not is_done(wanted.run, _PHASE, part) for part in parts)
-    wanted.refuse_small_disk(None, undone / max(len(parts), 1))
+def _local_parts(wanted: Wanted, local: list[tuple[Path, Path]]) -> list[FilePart]:
+    cut_text = wanted.reading.documents_of_text != "file"
+    parts = plan_parts(local, sys.maxsize if wanted.limit_documents else PART_BYTES, cut_text=cut_text)
+    return [replace(part, source=wanted.source.name) for part in parts]
 
 
 def local_files(wanted: Wanted) -> list[tuple[Path, Path]]:
@@ -120,43 +115,60 @@ def has_same_settings(wanted: Wanted) -> bool | None:
     return read_settings(record) == settings if record.is_file() else None
 
 
-def needed_bytes(wanted: Wanted) -> int | None:
-    """Estimate the disk space that the command would still need; None if it is unknown. No server is asked."""
-    files = wanted.known_files()
-    if has_same_settings(wanted):
-        if files is not None:
-            rows = [(file.name, asdict(file), file.num_bytes) for file in files]
-            planned = zip(files, _planned(wanted, rows), strict=True)
-            files = [
-                file for file, (part, row) in planned if not (_is_kept(part, row) and is_done(wanted.run, _PHASE, part))
-            ]
-        elif not wanted.source.from_web and (wanted.run.out / MANIFEST).is_file():
-            return 0
-    return wanted.sizes(files)["needed_bytes"]
+def needed_bytes(wanted: Wanted, local: list[tuple[Path, Path]]) -> int | None:
+    """Estimate the disk space that the command still needs; None if it is unknown. No server is asked.
+
+    ``local`` are its files on disk, as :func:`local_files` gives them.
+    """
+    same = has_same_settings(wanted)  # else nothing is done, or --restart deletes it
+    files, shards = wanted.known_files(), _shards(wanted, kept_only=True) if wanted.source.hub else []
+    parts: list[tuple[FilePart, bytes | None]] = [(part, None) for part in _local_parts(wanted, local)]
+    parts = parts or [*_planned(wanted, _requests(files) if files is not None else shards[: wanted.limit_files])]
+    undone = [
+        not (same and (content is None or _is_kept(part, content)) and is_done(wanted.run, _PHASE, part))
+        for part, content in parts
+    ]
+    if files is not None:
+        index, number = wanted.run.share
+        mine = [*zip(files, undone, strict=True)][index::number]
+        absent = [file for file, is_absent in mine if is_absent]
+        return wanted.sizes(absent)["needed_bytes"]
+    need = wanted.sizes(None, len(shards) or None)["needed_bytes"]
+    share = sum(undone) / len(parts) if parts else 1.0
+    return 0 if not share else need if need is None else round(need * share)
 
 
 def _downloaded(wanted: Wanted) -> tuple[list[RemotePart], list[str]]:
     """Download what is missing of this share; return the parts of all files, and problems."""
     run, problems = wanted.run, []
-    files = list_files(wanted.source, wanted.options, wanted.raw, wanted.patience)[: wanted.limit_files]
-    parts = _requested(wanted, [(file.name, asdict(file), file.num_bytes) for file in files])
+    files = list_files(wanted.source, wanted.options, wanted.raw, wanted.patience, wanted.restart)[: wanted.limit_files]
+    parts = _requested(wanted, _requests(files))
     index, number = run.share
     mine = list(zip(files, parts, strict=True))[index::number]
     absent = [file for file, part in mine if not is_done(run, _PHASE, part)]
-    wanted.refuse_small_disk(absent)
+    wanted.refuse_small_disk(needed_bytes(wanted, []))
     if not wanted.delete_downloads:
         problems = download_all(absent, wanted.raw, wanted.connections, wanted.patience, run.quiet)
     sizes = [bytes_there(wanted.raw / file.name) or part.size for file, part in zip(files, parts, strict=True)]
     return [replace(part, size=size) for part, size in zip(parts, sizes, strict=True)], problems
 
 
-def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and request of each shard, for the revision that the first command found."""
+def _requests(files: Sequence[RemoteFile]) -> list[tuple[str, dict[str, Any], int | None]]:
+    return [(file.name, asdict(file), file.num_bytes) for file in files]
+
+
+def _shards(wanted: Wanted, kept_only: bool = False) -> list[tuple[str, dict[str, Any], int | None]]:
+    """Return name and request of each shard, for the revision that the first command found; none if that is unknown.
+
+    Without ``kept_only`` the Hub is asked then, and always with ``--restart``.
+    """
     kept = wanted.raw / _SHARDS
     files = {"files": found} if (found := hub.files_of(wanted.source.hub)) else {}
     key = {"hub": asdict(wanted.source.hub), **files}
     row = read_json(kept)
-    if row is None or row["key"] != key:
+    if row is None or row["key"] != key or (wanted.restart and not kept_only):
+        if kept_only:
+            return []
         dataset, number = hub.pinned(wanted.source.hub)
         row = {"key": key, "hub": asdict(dataset), "num_shards": number}
         write_bytes(kept, json.dumps(row, indent=1).encode())
@@ -165,6 +177,7 @@ def _shards(wanted: Wanted) -> list[tuple[str, dict[str, Any]]]:
         (
             f"{dataset.split}-{shard:05d}-of-{number:05d}",
             {"hub": row["hub"], "shard": shard, "num_shards": number, **files},
+            None,
         )
         for shard in range(number)
     ]

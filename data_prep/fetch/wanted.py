@@ -98,19 +98,20 @@ class Wanted:
             return len(find_files(self.source.paths, FORMATS)) or None
         return None
 
-    def sizes(self, files: Sequence[RemoteFile] | None) -> dict[str, int | None]:
+    def sizes(self, files: Sequence[RemoteFile] | None, num_shards: int | None = None) -> dict[str, int | None]:
         """Estimate the bytes of downloads, of text and of documents, and the disk space that is still needed.
 
         Shards of the Hub are converted while they are read, and need no space of their own.
 
         Args:
             files: those that are still missing; None for all, as far as they are known.
+            num_shards: of the Hub's dataset, with those beyond the limit, if it is known.
 
         Returns:
             ``download_bytes``, ``text_bytes``, ``document_bytes``, ``needed_bytes``; None for what is unknown.
         """
         size = self.source.size
-        total = size.files or (self._num_local() if files is None else len(self._listed() or files))
+        total = size.files or num_shards or (self._num_local() if files is None else len(self._listed() or files))
         number = self.limit_files if files is None else len(files)
         share = 1.0 if total is None or number is None else min(1.0, number / max(total, 1))
         download = None if size.bytes is None else round(size.bytes * share)
@@ -119,7 +120,7 @@ class Wanted:
         documents = None
         if size.text_bytes is not None and self.limit_documents is None:
             documents = round(size.text_bytes * COMPRESSED_SHARE * share)
-        room = download if self.source.from_web else 0
+        room = download if self.source.from_web else None
         if room is not None and self.delete_downloads:
             largest = max((file.num_bytes or 0 for file in files or ()), default=0)
             per_file = largest or room // max(len(files or ()) or size.files or 1, 1)
@@ -134,15 +135,10 @@ class Wanted:
             "needed_bytes": sum(known) if known else None,
         }
 
-    def refuse_small_disk(self, absent: Sequence[RemoteFile] | None, undone: float = 1.0) -> None:
-        """Raise UserError if the disk has less space than what is missing needs, as far as that is known.
-
-        Args:
-            absent: files that are still missing; None if the source has none.
-            undone: share of the documents that are still missing, if files do not tell.
-        """
-        need, free = self.sizes(absent)["needed_bytes"], free_bytes(self.out)
-        if self.check_space and need is not None and (need := round(need * undone)) > free:
+    def refuse_small_disk(self, need: int | None) -> None:
+        """Raise UserError if the disk has less space than the bytes that are needed, if these are known."""
+        free = free_bytes(self.out)
+        if self.check_space and need is not None and need > free:
             less = "--delete-downloads or " if self.source.from_web and not self.delete_downloads else ""
             raise UserError(
                 f"{self.source.name} still needs about {need / 1e9:,.1f} GB in {self.out}, {free / 1e9:,.1f} are free: "

@@ -102,9 +102,7 @@ def begin(
     wanted = {"step": step, "settings": json.loads(json.dumps(settings))}
     content, alone = json.dumps(wanted, indent=1).encode(), replace(run, share=(0, 1), begun={})
     record = state / SETTINGS
-    # list files before the record: another share writes its record first
-    if _holds_files(run.out) and not record.is_file():
-        raise UserError(f"--out {run.out} holds other files: name a new or empty folder")
+    refuse_other_files(run.out)
     state.mkdir(parents=True, exist_ok=True)
     with open(state / _BEGIN_LOCK, "a", opener=_no_link) as lock:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -127,6 +125,13 @@ def begin(
                 write_bytes(record, content)
     run.begun.clear()
     run.begun.update(wanted)
+
+
+def refuse_other_files(out: Path) -> None:
+    """Raise UserError if a folder holds files, but no step's record."""
+    # list files before the record: another share writes its record first
+    if _holds_files(out) and not (out / STATE / SETTINGS).is_file():
+        raise UserError(f"--out {out} holds other files: name a new or empty folder")
 
 
 def _holds_files(out: Path) -> bool:

@@ -4,11 +4,13 @@ import bz2
 import contextlib
 import gzip
 import hashlib
+import itertools
 import json
 import lzma
+import os
 import re
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +20,12 @@ from file_server import cut_after, first, serving, status
 
 from data_prep.fetch import sequence, wanted
 from data_prep.fetch.sequence import Writer
-from data_prep.fetch.source import Hub, built_in
+from data_prep.fetch.source import Hub, Size, Source, built_in
 from data_prep.flow.documents import Defect, Failure, Loss, ReadSettings, Record, with_defect
 from data_prep.flow.manifest import read_manifest
 from data_prep.flow.parts import FilePart
+from data_prep.flow.running import StepRun, locked
+from smlp.errors import UserError
 
 
 @pytest.fixture
@@ -327,9 +331,18 @@ def test_a_dry_run_needs_no_disk_for_what_is_done(server, tmp_path, capsys):
     for name in names:
         (out / ".raw" / "web" / name).unlink(missing_ok=True)
     assert planned() == [(2, 0), (1, 0)]
+    assert planned("--restart") == [(2, 0), (1, 0)], "nothing would be deleted"
     assert planned("--file-bytes", "100", "--restart") == [(2, 16), (1, 45)]
+    os.utime(tmp_path / "mine.txt", (1, 1))
+    assert planned() == [(2, 0), (1, 45)]
+    local.write_text(local.read_text().replace("text_bytes = 100", ""))
+    assert planned("--restart") == [(2, 0), (1, None)]
     assert run(local, "--out", out, "--dry-run", "--file-bytes", "100") == 1
     assert f"problem: {out}/local holds work with other settings" in capsys.readouterr().out
+    (other := tmp_path / "other" / "local").mkdir(parents=True)
+    (other / "letter.txt").write_text("dear")
+    assert run(local, "--out", other.parent, "--dry-run") == 1
+    assert f"problem: local: --out {other} holds other files" in capsys.readouterr().out
     (tmp_path / "mine.txt").unlink()
     assert run(web, local, "--out", out, "--dry-run") == 1
     assert f"problem: local: there is no file or folder {tmp_path}/mine.txt" in capsys.readouterr().out
@@ -342,6 +355,7 @@ def test_a_shorter_file_leaves_nothing_of_the_longer_one(tmp_path):
         (folder / "a.txt").write_text("".join(f"{edition} edition, document {index}\n\n" for index in range(number)))
         assert run(folder, "--out", out, *QUICK, "--file-bytes", "300") == 0
         assert len(texts(out)) == number and all(text.startswith(edition) for text in texts(out))
+        assert len(list((out / "texts" / ".state" / "convert").iterdir())) == 1, "--file-bytes are of what is written"
 
 
 def test_a_part_that_was_interrupted_leaves_nothing_when_its_file_is_gone(tmp_path, monkeypatch):
@@ -391,8 +405,11 @@ def test_a_file_that_changed_on_the_server_is_void(server, tmp_path, capsys):
     server.files["b/SHA256SUMS"] = f"{digest}  one.txt.xz\n{lines[1]}\n".encode()
     before = len(server.requests)
     assert run(source, "--out", out, *QUICK) == 0 and len(server.requests) == before  # the list is the one of old
+    server.faults["b/SHA256SUMS"] = first(1, status(404))
+    assert run(source, "--out", out, *QUICK, "--restart") == 1
+    assert run(source, "--out", out, *QUICK) == 0, "the list of old is still there"
     assert run(source, "--out", out, *QUICK, "--restart") == 0
-    assert [path for path, _ in server.requests[before:]] == ["b/SHA256SUMS", "b/one.txt.xz"]
+    assert [path for path, _ in server.requests[before:]] == ["b/SHA256SUMS", "b/SHA256SUMS", "b/one.txt.xz"]
     assert "Quite another text." in texts(out) and "Second." not in texts(out)
     assert run(source, "--out", out, *QUICK, "--limit-documents", "2") == 1
     assert "with other settings (limit_documents was None, now 2)" in capsys.readouterr().err
@@ -445,10 +462,10 @@ def test_documents_are_not_written_into_what_is_read(tmp_path, capsys):
     folder.mkdir()
     (folder / "a.txt").write_text("one\n")
     for out in (folder, folder / "deeper"):
-        for dry in ([], ["--dry-run"]):
-            assert run(folder, "--out", out, *QUICK, *dry) == 1
+        for dry, source in itertools.product(([], ["--dry-run"]), (folder, f"hf:{folder}")):
+            assert run(source, "--out", out, *QUICK, *dry) == 1
             error = capsys.readouterr().err
-            assert f"--out {out / 'text'} lies in the input {folder}: the next run" in error and error.count("\n") == 1
+            assert f" lies in the input {folder}: the next run" in error and error.count("\n") == 1
     assert [path.name for path in folder.iterdir()] == ["a.txt"]
     assert run(folder, "--out", tmp_path, *QUICK) == 1  # the same folder under its own name
     capsys.readouterr()
@@ -464,8 +481,26 @@ def test_a_dataset_of_the_hub_stays_at_the_revision_that_was_found(tmp_path, mon
     row = {"key": {"hub": asdict(hub)}, "hub": {**asdict(hub), "revision": "old"}, "num_shards": 2}
     (tmp_path / "shards.json").write_text(json.dumps(row))
     monkeypatch.setattr(sequence.hub, "pinned", pytest.fail)
-    found = sequence._shards(SimpleNamespace(raw=tmp_path, source=SimpleNamespace(hub=hub)))
-    assert [(shard["hub"]["revision"], shard["shard"]) for _, shard in found] == [("old", 0), ("old", 1)]
+    found = sequence._shards(SimpleNamespace(raw=tmp_path, source=SimpleNamespace(hub=hub), restart=False))
+    assert [(shard["hub"]["revision"], shard["shard"]) for _, shard, _ in found] == [("old", 0), ("old", 1)]
+
+
+def test_shards_of_the_hub_whole_and_in_part(tmp_path, monkeypatch):
+    source = Source("texts", "Texts", hub=Hub("someone/texts"), size=Size(text_bytes=1000))
+    whole = wanted.Wanted(source, tmp_path, StepRun(tmp_path / "texts", quiet=True), {}, ReadSettings())
+    monkeypatch.setattr(sequence.hub, "pinned", lambda hub: (replace(hub, revision="new"), 4))
+    monkeypatch.setattr(sequence.hub, "rows", lambda *of: iter([Record("text", "1", "x")]))
+    with locked(whole.run), pytest.raises(UserError, match="another command is running"):
+        sequence.fetch(whole)
+    assert not whole.raw.exists()
+    assert sequence.needed_bytes(whole, []) == 450
+    two = replace(whole, limit_files=2, restart=True)
+    assert sequence.fetch(two).manifest["corpus"]["hub"]["revision"] == "new"
+    assert [sequence.needed_bytes(replace(whole, limit_files=number), []) for number in (None, 1, 2)] == [450, 112, 0]
+    monkeypatch.setattr(sequence.hub, "pinned", lambda hub: (_ for _ in ()).throw(UserError("no Hub")))
+    with pytest.raises(UserError, match="no Hub"):
+        sequence.fetch(two)
+    assert sequence.fetch(replace(two, restart=False)).manifest, "what was known is still known"
 
 
 def test_a_dataset_through_datasets(tmp_path, capsys):
@@ -519,7 +554,8 @@ def test_a_disk_that_is_too_small(server, wiki, tmp_path, capsys, monkeypatch):
         assert run(ten, "--out", tmp_path.parent / "ten", *QUICK, *options) == (1 if not options else 0)
     assert "ten still needs about 0.0 GB in " in capsys.readouterr().err
     assert run(local, "--out", tmp_path / "out", *QUICK, "--no-space-check", "--restart") == 0
-    assert run(local, "--out", tmp_path / "out", *QUICK) == 0, "nothing is left to be written"
+    for more in ((), ("--restart",)):
+        assert run(local, "--out", tmp_path / "out", *QUICK, *more) == 0, "nothing is left to be written"
 
 
 def test_some_of_the_files_are_that_share_of_the_documents(server, tmp_path):
