@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, download
+from data_prep.fetch.download import DownloadFailed, Patience, RemoteFile, bytes_there, download
 from data_prep.flow.streams import sha256_of
 from data_prep.flow.workers import bytes_bar
 from smlp.errors import UserError
@@ -162,7 +162,7 @@ def _package(package: Package, folder: Path, file: Path | None, url: str | None,
         return path
     remote = RemoteFile(url or package.find_url(), package.file, package.num_bytes, ("sha256", package.sha256))
     try:
-        with bytes_bar(package.num_bytes, package.file, quiet) as bar:
+        with bytes_bar(package.num_bytes, package.file, quiet, bytes_there(path)) as bar:
             download(remote, path, PATIENCE, bar.update)
     except DownloadFailed as error:
         raise UserError(f"{error}; get {package.file} by other means and give it with --from, or give --url") from None

@@ -364,7 +364,11 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class NamedFile(io.FileIO):
-    """A file to read whose errors name it, as those of ``open`` do."""
+    """A file whose errors name it, as those of ``open`` do."""
+
+    def write(self, content: Any) -> int | None:
+        with self._named():
+            return super().write(content)
 
     def readinto(self, buffer: Any) -> int | None:
         with self._named():

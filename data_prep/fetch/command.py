@@ -236,6 +236,10 @@ def _fetch_one(wanted: Wanted) -> int:
     except UserError as error:
         print(f"smlp: error: {one_line(f'{name}: {error}')}", file=sys.stderr)
         return 1
+    except OSError as error:  # of a disk: other sources may still be fetched
+        problem = f"{name}: {error.filename or wanted.raw}: {error.strerror or error}"
+        print(f"smlp: error: {one_line(problem)}", file=sys.stderr)
+        return 1
     for problem in outcome.problems:
         print(f"failed: {one_line(problem)}", file=sys.stderr)
     if outcome.problems:

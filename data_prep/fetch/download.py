@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.utils
 import hashlib
+import io
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from typing import Any
 from data_prep.flow.streams import from_extra, read_json
 from data_prep.flow.workers import bytes_bar
 from smlp import __version__
-from smlp.files import plain_name
+from smlp.files import NamedFile, plain_name
 
 ALGORITHMS = ("sha256", "sha1", "md5")
 _AGENT = f"smlp/{__version__} (smlp data fetch)"
@@ -168,7 +169,7 @@ def _attempt(
                 advance(-have)
                 partial.begin(file.url, _version_of(response.headers))
             have = partial.size
-            with open(partial.path, "ab") as out:
+            with io.BufferedWriter(NamedFile(partial.path, "ab")) as out:
                 while total is None or have < total:
                     if stop.is_set():
                         raise DownloadFailed(f"{file.url}: stopped after {have:,} bytes")

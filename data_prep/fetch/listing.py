@@ -177,7 +177,8 @@ def _text(url: str, folder: Path, patience: Patience) -> str:
     except (DamagedFile, UnicodeDecodeError) as error:
         raise UserError(f"the list {url} is damaged: {error}") from None
     finally:
-        path.unlink(missing_ok=True)
+        for ending in ("", ".partial", ".partial.json"):  # no other process would resume it
+            path.with_name(path.name + ending).unlink(missing_ok=True)
 
 
 def _base_name(url: str) -> str:

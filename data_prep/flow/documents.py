@@ -281,6 +281,7 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
     try:
         file = parquet.ParquetFile(part.path)
     except (pyarrow.ArrowException, OSError) as error:
+        _raise_if_of_disk(error, part.path)
         yield Defect("damaged: no parquet file", f"{part.path}: {' '.join(str(error).split())}")
         return
     with file:
@@ -302,8 +303,16 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
                         yield document_of_row(in_json(row, reading), number, part, reading)
                         number += 1
         except (pyarrow.ArrowException, OSError) as error:
+            _raise_if_of_disk(error, part.path)
             yield Loss("cut off by damage", f"{part.path}:{number}", file.metadata.num_rows - number)
             yield Defect("damaged: it breaks off", f"{part.path}: {' '.join(str(error).split())}")
+
+
+def _raise_if_of_disk(error: Exception, path: Path) -> None:
+    """Raise an error of the disk, which may pass, with the file's name; pyarrow's own have no number."""
+    if isinstance(error, OSError) and error.errno is not None:
+        error.filename = str(path)
+        raise error
 
 
 def _rows(batch: Any) -> Iterator[dict[str, Any]]:

@@ -141,11 +141,11 @@ def _serve(function: str, seconds: str, *packages: str) -> None:
             answer = work(*arguments)
             signal.setitimer(signal.ITIMER_PROF, 0)
             pickle.dump(answer, answers)
-        except EOFError:
-            return
+            answers.flush()
+        except (EOFError, BrokenPipeError):  # the parent process has ended
+            os._exit(0)
         except MemoryError:  # a limit of this process; the document is lost as if the kernel had ended it
             os.kill(os.getpid(), signal.SIGKILL)
-        answers.flush()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Streams, documents, parts and workers of ``smlp data``."""
 
 import contextlib
+import errno
 import gzip
 import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -333,6 +335,20 @@ def test_parquet(tmp_path):
     assert [piece.problem for piece in documents_in(path, ReadSettings())] == ["damaged: no parquet file"]
 
 
+def test_an_error_of_the_disk_is_no_damage_of_a_parquet_file(tmp_path, monkeypatch):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["one"]}), path := tmp_path / "a.parquet")
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    for owner, name in ((parquet.ParquetFile, "iter_batches"), (parquet, "ParquetFile")):
+        monkeypatch.setattr(owner, name, fail)
+        with pytest.raises(OSError, match="Input/output error") as caught:
+            list(documents_in(path, ReadSettings()))
+        assert caught.value.filename == str(path)
+
+
 def test_a_value_of_parquet_that_many_rows_mean_is_not_copied_for_each(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -374,6 +390,19 @@ def test_a_helper_is_replaced_where_a_document_takes_too_long_or_crashes_it():
         assert work("again") == "AGAIN"
     finally:
         work.close()
+
+
+def test_a_helper_whose_parent_is_gone_says_nothing():
+    words = limits.Helper("fetch_data:answer", 5)._words
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(words, env=environment, **pipes) as process:
+        assert process.stdout.read(1) == b"!"
+        process.stdout.close()
+        pickle.dump(("hello",), process.stdin)
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def upper(part, out, log=None, trap=None):

