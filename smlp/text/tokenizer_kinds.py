@@ -197,9 +197,10 @@ def kind_of(vocabulary: Vocabulary, model: str | Path | None) -> Kind:
             raise UserError(f"no piece of {model} is in the dictionary of {len(vocabulary)} symbols: they do not match")
         return kind
     missing = ""
-    if any(symbol.startswith(WORD_START) for symbol in vocabulary.symbols):
+    symbols = [symbol for symbol in vocabulary.symbols if not symbol.startswith("madeupword")]  # without fillers
+    if any(symbol.startswith(WORD_START) for symbol in symbols):
         missing = f"SentencePiece pieces but there is no {SENTENCEPIECE_MODEL}"
-    elif 2 * sum(symbol.isdecimal() for symbol in vocabulary.symbols) > len(vocabulary):
+    elif 2 * sum(symbol.isdecimal() for symbol in symbols) > len(symbols):
         missing = f"ids of byte-level BPE but there is no {ENCODER_JSON}"
     if missing:
         raise UserError(

@@ -132,8 +132,10 @@ def test_a_model_scores_writes_and_is_exported_with_it(folder, tokenizer, tmp_pa
 
 
 def test_files_that_are_none(folder, tokenizer, tmp_path):
-    with pytest.raises(UserError, match=r"ids of byte-level BPE but there is no encoder\.json"):
-        Tokenizer(tokenizer.vocabulary)
+    fillers = [f"madeupword{number:04d}" for number in range(1000)]  # as of --pad-to
+    for symbols in (tokenizer.vocabulary.symbols[4:], [*tokenizer.vocabulary.symbols[4:], *fillers]):
+        with pytest.raises(UserError, match=r"ids of byte-level BPE but there is no encoder\.json"):
+            Tokenizer(Vocabulary(symbols))
     (tmp_path / "dict.txt").write_text("".join(f"{n} 1\nword{n} 1\n" for n in range(300)))  # as texts with years
     assert Tokenizer(Vocabulary.load(tmp_path / "dict.txt")).encode("7 word9") == [4 + 14, 4 + 19]
     bad = tmp_path / "encoder.json"
