@@ -154,7 +154,10 @@ def inspect(folder: Path, verify: bool, seen: Callable[[int], None]) -> Inspecti
     for shard in shards:
         if shard != shards[0]:
             found.problems += _dictionary_problems(first, shard / DICTIONARY)
-        for path in sorted({path.with_suffix("") for kind in ("idx", "bin") for path in shard.glob(f"*.{kind}")}):
+        paths = sorted({path.with_suffix("") for kind in ("idx", "bin") for path in shard.glob(f"*.{kind}")})
+        if not paths:
+            found.problems.append(f"{shard} holds no binary data: no .idx files")
+        for path in paths:
             name = str(path.relative_to(folder))
             try:
                 file = TokenFile.open(path, seen)
@@ -169,7 +172,9 @@ def inspect(folder: Path, verify: bool, seen: Callable[[int], None]) -> Inspecti
         try:
             found.problems += _manifest_problems(folder, manifest, found, verify, seen)
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error})") from error
+            found.problems.append(f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error})")
+        except UserError as error:  # it names a file elsewhere
+            found.problems.append(str(error))
     return found
 
 

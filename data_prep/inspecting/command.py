@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from smlp.cli.json_file import check_output, write_json
 from smlp.cli.numbers import whole
 from smlp.errors import UserError, one_line
 from smlp.files import check_writable, write_whole
-from smlp.plots.drawing import check_matplotlib
+from smlp.plots.drawing import check_matplotlib, legend
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import find_tokenizer
 
@@ -66,16 +67,16 @@ def run(args: argparse.Namespace) -> int:
         "problems": found.problems,
     }
     _show(report)
-    if args.json:
-        write_json(str(args.json), report)
-    if args.plot:
-        plot_lengths(splits, args.plot)
     for problem in found.problems:
         print(f"FAILED: {one_line(problem)}")
     if args.verify and not (args.folder / MANIFEST).is_file():
         print(f"no checksum was compared: {args.folder} has no {MANIFEST}")
     if not found.problems:
         print(f"{args.folder}: {len(found.files)} files are whole")
+    if args.json:
+        write_json(str(args.json), report)
+    if args.plot:
+        plot_lengths(splits, args.plot)
     return 1 if found.problems else 0
 
 
@@ -98,8 +99,7 @@ def check_plot(path: Path) -> None:
 def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
     """Return the tokenizer of the first file's folder; None if there is no file, or no tokenizer that can be used.
 
-    Raises:
-        UserError: samples are wanted, and the folder's tokenizer does not fit the dictionary.
+    If samples are wanted, one that cannot be used is a problem of the data.
     """
     if not found.files:
         return None
@@ -107,10 +107,10 @@ def _tokenizer(args: argparse.Namespace, found: Inspection) -> Tokenizer | None:
     model = find_tokenizer([folder])
     try:
         return Tokenizer(found.vocabulary, model)
-    except UserError:
-        if args.samples:
-            if model is not None:
-                raise
+    except UserError as error:
+        if args.samples and model is not None:
+            found.problems.append(str(error))
+        elif args.samples:
             print(f"smlp: no samples: {folder} has no tokenizer")
         return None
 
@@ -134,9 +134,9 @@ def _samples(folder: Path, found: Inspection, tokenizer: Tokenizer | None, numbe
 
 
 def _show(report: dict[str, Any]) -> None:
-    rows = [*report["files"].items()]
+    rows = [(one_line(name), row) for name, row in report["files"].items()]
     if len(rows) > len(report["splits"]):
-        rows += [(f"all {name}", row) for name, row in report["splits"].items()]
+        rows += [(f"all {one_line(name)}", row) for name, row in report["splits"].items()]
     width = max((len(name) for name, _ in rows), default=0)
     for name, row in rows:
         print(
@@ -146,12 +146,13 @@ def _show(report: dict[str, Any]) -> None:
         )
     for name, top in report["top"].items():
         print(
-            f"most frequent in {name}: "
+            f"most frequent in {one_line(name)}: "
             + ", ".join(f"{row.get('text', row['symbol'])!r} {row['count']:,}" for row in top)
         )
     for name, texts in report["samples"].items():
         for text in texts:
-            print(f"--- from {name}\n{text}")
+            shown = re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda sign: repr(sign[0])[1:-1], text)
+            print(f"--- from {one_line(name)}\n{shown}")
     if report["samples"]:
         print("---")
 
@@ -175,11 +176,12 @@ def plot_lengths(splits: dict[str, Statistics], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name, statistics in splits.items():
         shares = statistics.histogram[powers] / statistics.documents
-        axes.stairs(shares, 2.0 ** np.append(powers, powers[-1] + 1), label=f"{name} ({statistics.documents:,})")
+        label = f"{statistics.documents:,} of {one_line(name)}"  # one that begins with "_" would have no entry
+        axes.stairs(shares, 2.0 ** np.append(powers, powers[-1] + 1), label=label)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens in a document")
     axes.set_ylabel("share of documents")
-    axes.legend(title="documents of")
+    legend(axes, title="documents")
     figure.tight_layout()
     figure.savefig(drawn := io.BytesIO(), dpi=120, format="png")
     pyplot.close(figure)

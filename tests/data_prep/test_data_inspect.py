@@ -11,6 +11,7 @@ import pytest
 from test_data_binarize import binarize, documents, write_jsonl
 from test_data_tokenizer import sentences
 
+from data_prep.binarize.shards import write_tokens
 from data_prep.inspecting import checks, token_file
 from data_prep.inspecting.checks import Statistics
 from data_prep.inspecting.token_file import TokenFile
@@ -274,7 +275,41 @@ def test_data_of_pieces_without_their_tokenizer(made, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"no samples: {tmp_path} has no tokenizer" in out and "1 files are whole" in out and "--- from" not in out
     (tmp_path / "sentencepiece.model").write_bytes(b"damaged")
-    assert inspect(tmp_path) == 1
+    (tmp_path / "valid.idx").touch()
+    assert inspect(tmp_path, "--json", tmp_path / "report.json") == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED: ")]
+    assert len(failed) == 2 and "valid.bin is missing" in failed[0]
+    assert "sentencepiece.model is not a SentencePiece model" in failed[1]
+    assert len(json.loads((tmp_path / "report.json").read_text())["problems"]) == 2
+
+
+def test_what_failed_is_said_though_there_is_nothing_to_draw(made, tmp_path, capsys):
+    (tmp_path / "dict.txt").write_bytes((made / "shard00" / "dict.txt").read_bytes())
+    (tmp_path / "train.idx").touch()
+    assert inspect(tmp_path, "--plot", tmp_path / "lengths.png") == 1
+    said = capsys.readouterr()
+    assert f"FAILED: {tmp_path / 'train.bin'} is missing" in said.out
+    assert "--plot: there is no document whose length could be drawn" in said.err
+
+
+def test_a_shard_without_data_is_named(data, capsys):
+    for path in (data / "shard01").glob("train.*"):
+        path.unlink()
+    (data / "manifest.json").unlink()
+    shutil.rmtree(data / ".state")
+    assert inspect(data) == 1
+    assert f"FAILED: {data / 'shard01'} holds no binary data: no .idx files" in capsys.readouterr().out
+
+
+def test_names_and_text_write_no_lines_and_mathematics(tmp_path, capsys):
+    """Names of splits hold an escape sequence, a line end and dollar signs, and a text an escape sequence."""
+    (tmp_path / "dict.txt").write_text("\x1b[31mred 1\n")
+    for name in ("_\x1b[31m\nFAILED", "tr$_$"):
+        write_tokens(tmp_path, name, np.array([4, 2, 2]), np.array([2, 1]), np.dtype("<u2"))
+    assert inspect(tmp_path, "--plot", tmp_path / "lengths.png") == 0
+    out = capsys.readouterr().out
+    assert out.startswith(r"_\x1b[31m\nFAILED  ") and "\x1b" not in out
+    assert "--- from tr$_$\n" + r"\x1b[31mred" in out
 
 
 def test_places_that_cannot_be_written_are_found_before_the_work(made, tmp_path, capsys, monkeypatch):
@@ -315,10 +350,13 @@ def test_mistakes(made, tmp_path, capsys):
     ("name", "value"), [("outputs", None), ("outputs", [1]), ("splits", []), ("splits", {"train": 3}), ("counts", {})]
 )
 def test_a_damaged_manifest_is_named(data, capsys, name, value):
+    cut_bin(data)
     manifest = json.loads((data / "manifest.json").read_text())
     (data / "manifest.json").write_text(json.dumps({**manifest, name: value}))
     assert inspect(data, "--verify") == 1
-    assert "manifest.json is damaged" in capsys.readouterr().err
+    said = capsys.readouterr()  # what is found only after everything was read hides no other line
+    assert "manifest.json is damaged" in said.out + said.err
+    assert "smlp: error: " in said.err or "bytes, but the lines of valid.idx need" in said.out
 
 
 def test_a_manifest_names_no_file_elsewhere(data, capsys):
@@ -326,7 +364,7 @@ def test_a_manifest_names_no_file_elsewhere(data, capsys):
     manifest["outputs"][0]["name"] = "../secret"
     (data / "manifest.json").write_text(json.dumps(manifest))
     assert inspect(data, "--verify") == 1
-    assert "'../secret'" in capsys.readouterr().err
+    assert "FAILED: " in (out := capsys.readouterr().out) and "'../secret'" in out
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]"])
