@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import io
 import logging
 import math
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT}
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 2.5
+_LOOKS, _LOOK_SECONDS = 20, 0.01  # for is_held(), which holds a lock as long as it looks
 _LOCK = ".lock"
 _MOST_NAME = 255  # bytes
 
@@ -244,7 +246,7 @@ def check_writable(target: str | Path, option: str = "") -> None:
         os.stat(target.parent)
         _check_replaceable(target, named)
         with contextlib.suppress(FileNotFoundError):
-            os.stat(_temporary(target))  # the temporary name is longer
+            os.stat(temporary_name(target))  # the temporary name is longer
     except OSError as error:
         raise UserError(f"cannot write {named}: {error.strerror}") from None
     except ValueError as error:
@@ -309,6 +311,7 @@ def _opened_lock(path: Path) -> int:
         BlockingIOError: another process holds it; ``strerror`` says which.
         OSError: the file cannot be opened.
     """
+    looks = 0
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
         try:
@@ -316,7 +319,10 @@ def _opened_lock(path: Path) -> int:
         except BlockingIOError as error:
             error.strerror = os.read(lock, 200).decode(errors="replace").strip() or "an unknown process"
             os.close(lock)
-            raise
+            if (looks := looks + 1) == _LOOKS:
+                raise
+            time.sleep(_LOOK_SECONDS)
+            continue
         except OSError as error:
             logger.warning(f"{path.parent} cannot be locked ({error.strerror}): let no other process write there")
         _held.add(lock)
@@ -415,7 +421,7 @@ def write_whole(target: str | Path, content: bytes | Callable[[BinaryIO], object
         OSError: ``content`` cannot read what it writes.
     """
     target = Path(target)
-    temporary = _temporary(target)
+    temporary = temporary_name(target)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             _check_replaceable(target, str(target))
@@ -434,10 +440,12 @@ def write_whole(target: str | Path, content: bytes | Callable[[BinaryIO], object
                 raise UserError(_cannot_write(target, cause)) from error
 
 
-def _temporary(target: Path) -> Path:
-    """Return the name under which a file is written until it is complete."""
-    # The process id separates ranks that save the same name at once, as fairseq does with crash.pt.
-    return target.with_name(f"{target.name}.{os.getpid()}.tmp")
+def temporary_name(target: Path, ending: str = ".tmp") -> Path:
+    """Return the name under which a file is written until it is complete: ``NAME.MACHINE.PROCESS`` and the ending."""
+    # It separates ranks that save the same name at once, as fairseq does with crash.pt; their ids may be the same on
+    # two machines. A machine's own name may have 64 bytes.
+    machine = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+    return target.with_name(f"{target.name}.{machine}.{os.getpid()}{ending}")
 
 
 @contextlib.contextmanager
@@ -450,7 +458,7 @@ def renamed_when_whole(temporary: Path, target: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+            os.replace(temporary, target)  # before the lock ends with the file, so that it is never a leftover
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -189,6 +190,23 @@ def test_a_killed_process_leaves_no_lock_even_to_its_children(tmp_path: Path) ->
         os.kill(child, signal.SIGKILL)
         holder.kill()
     assert not is_locked(tmp_path) and list(tmp_path.iterdir()) == []
+
+
+def test_a_look_at_a_lock_keeps_nobody_out(tmp_path: Path, monkeypatch) -> None:
+    """The look ends while the other process waits."""
+    look = open(tmp_path / ".lock", "w")  # noqa: SIM115
+    fcntl.flock(look, fcntl.LOCK_SH)
+    monkeypatch.setattr(files.time, "sleep", lambda _: look.close())
+    with locked(tmp_path, "run"):
+        assert is_locked(tmp_path)
+
+
+def test_processes_of_one_number_on_two_machines_write_two_files(tmp_path: Path, monkeypatch) -> None:
+    names = set()
+    for machine in ("node1", "node2", "n" * 64):
+        monkeypatch.setattr(files.socket, "gethostname", lambda machine=machine: machine)
+        write_whole(tmp_path / "crash.pt", lambda file: names.add(file.name))
+    assert len(names) == 3 and [path.name for path in tmp_path.iterdir()] == ["crash.pt"]
 
 
 def test_without_locks_a_warning_is_all(tmp_path: Path, monkeypatch, caplog) -> None:

@@ -9,8 +9,6 @@ import importlib
 import io
 import json
 import lzma
-import os
-import socket
 import zlib
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from smlp.errors import UserError
-from smlp.files import NamedFile, read_text, renamed_when_whole
+from smlp.files import NamedFile, read_text, renamed_when_whole, temporary_name
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 PARTIAL = ".partial"
@@ -215,9 +213,7 @@ def write_stream(path: Path) -> Any:
     path.parent.mkdir(parents=True, exist_ok=True)
     if note := noting.get():
         note(path)
-    machine = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:16]  # names of machines have up to 64 bytes
-    partial = path.with_name(f"{path.name}.{machine}.{os.getpid()}{PARTIAL}")
-    with renamed_when_whole(partial, path) as file:
+    with renamed_when_whole(temporary_name(path, PARTIAL), path) as file:
         written = WrittenFile(path, file)
         stream = _compressing(path, written)
         yield stream, written

@@ -134,8 +134,8 @@ def save_whole(obj: Any, filename: str) -> None:
 def remove_leftovers(save_dir: str | Path) -> list[Path]:
     """Delete half-written files of killed processes from a save-dir; return them.
 
-    They are called ``checkpoint*.pt.PID.tmp`` or, as fairseq does it, ``checkpoint*.pt.tmp``. Those that another
-    process is writing, such as ``smlp checkpoint average``, stay.
+    They are called ``checkpoint*.pt.MACHINE.PROCESS.tmp`` or, as fairseq does it, ``checkpoint*.pt.tmp``. Those that
+    another process is writing, such as ``smlp checkpoint average``, stay.
     """
     removed = []
     for leftover in sorted(Path(save_dir).glob("checkpoint*.pt*.tmp")):

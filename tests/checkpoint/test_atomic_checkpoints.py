@@ -210,13 +210,18 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(keep)
 
 
-def test_what_a_process_is_writing_is_no_leftover(tmp_path: Path) -> None:
-    target, removed = tmp_path / "checkpoint_averaged.pt", []
+def test_what_a_process_is_writing_is_no_leftover(tmp_path: Path, monkeypatch) -> None:
+    target, removed, replace = tmp_path / "checkpoint_averaged.pt", [], os.replace
 
     def write(file) -> None:
         file.write(b"whole")
         removed.extend(saving.remove_leftovers(tmp_path))
 
+    def late(*names) -> None:
+        removed.extend(saving.remove_leftovers(tmp_path))
+        replace(*names)
+
+    monkeypatch.setattr(files.os, "replace", late)
     files.write_whole(target, write)
     assert removed == [] and target.read_bytes() == b"whole"
     assert not files.is_held(target)
