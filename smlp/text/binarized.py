@@ -176,7 +176,7 @@ def check_recorded_file(path: Path, largest: float = math.inf) -> None:
     manifest, row = record
     said = (
         f"{manifest} says, which 'smlp data {row['step']}' wrote with it: make the data again, or delete "
-        f"{manifest.name}"
+        f"{manifest.name} and .state"
     )
     with open_data_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -250,7 +250,8 @@ def _record_of(path: Path) -> tuple[Path, dict[str, Any]] | None:
         except (OSError, ValueError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
             raise UserError(
-                f"{path} cannot be compared with {manifest}: {reason}; make the data again, or delete {manifest.name}"
+                f"{path} cannot be compared with {manifest}: {reason}; make the data again, or delete "
+                f"{manifest.name} and .state"
             ) from None
         with contextlib.suppress(LookupError, TypeError, AttributeError):  # a manifest of something else
             for row in content["outputs"] if content.get("step") in _STEPS else ():
