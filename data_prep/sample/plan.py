@@ -170,7 +170,8 @@ def make_plan(
         np.add.at(available, sources, sizes.astype(np.int64))
     amounts = dict(zip(survey.sources, available.tolist(), strict=True))
     wanted = _shares(amounts, budget, weights, repeat, unit)
-    passes = {source: wanted[source] // amount if amount else 0 for source, amount in amounts.items()}
+    whole = int(weights is None)  # without weights, a source without size is written whole
+    passes = {source: wanted[source] // amount if amount else whole for source, amount in amounts.items()}
     rests = [wanted[source] - passes[source] * amount for source, amount in amounts.items()]
     cuts = find_cuts(for_training, rests) if any(rests) else [_NOTHING] * len(rests)
     quotas = {
@@ -184,7 +185,7 @@ def _held_out(number: int, share: float, name: str) -> int:
     count = round(number * share)
     if share and not count:
         raise UserError(
-            f"--{name} {share} of {number:,} documents is less than one document: give a larger share, or 0 for none"
+            f"--{name} {share} of {number:,} documents rounds to no document: give a larger share, or 0 for none"
         )
     return count
 
@@ -270,31 +271,35 @@ def write_part(
             draw, split_hash = hashes(piece.text, seed)
             split, times, beginning = plan.place(draw, split_hash, place_of(order[part.name], number), piece.source)
             number += 1
-            copies = _copies(piece, times, beginning, measure)
+            copies = 0
+            for copy, size in _copies(piece, times, beginning, measure):
+                if split not in opened:
+                    opened[split] = files.enter_context(write_stream(paths[split]))
+                opened[split][0].write(copy.line())
+                copies += 1
+                counts.other[f"{split}: documents"] += 1
+                if measure.unit != "documents":
+                    counts.other[f"{split}: {measure.unit}"] += size
+                    counts.other[f"{split}: {measure.unit} of source {copy.source}"] += size
             if not copies:
                 counts.drop("beyond the budget" if split else "not in the fraction")
                 continue
             counts.keep()
-            if len(copies) > 1:
-                counts.other[f"{split}: documents written again"] += len(copies) - 1
-            if split not in opened:
-                opened[split] = files.enter_context(write_stream(paths[split]))
-            for copy in copies:
-                opened[split][0].write(copy.line())
-                counts.other[f"{split}: documents"] += 1
-                if measure.unit != "documents":
-                    size = measure(copy.text)
-                    counts.other[f"{split}: {measure.unit}"] += size
-                    counts.other[f"{split}: {measure.unit} of source {copy.source}"] += size
+            if copies > 1:
+                counts.other[f"{split}: documents written again"] += copies - 1
     for split in set(SPLITS) - set(opened):
         paths[split].unlink(missing_ok=True)  # left by an earlier run with other files
     return PartResult([written.row(out) for _, (_, written) in sorted(opened.items())], counts, defects)
 
 
-def _copies(record: Record, times: int, beginning: int, measure: Measure) -> list[Record]:
-    """Return the document ``times`` times, later copies with ids of their own, and its beginning once more."""
-    copies = [record if copy == 0 else replace(record, id=f"{record.id}#{copy + 1}") for copy in range(times)]
+def _copies(record: Record, times: int, beginning: int, measure: Measure) -> Iterator[tuple[Record, int]]:
+    """Yield the document ``times`` times, later copies with ids of their own, and its beginning once more, with sizes.
+
+    A document without size is not repeated.
+    """
+    size = measure(record.text) if times else 0
+    for copy in range(times if size else min(times, 1)):
+        yield record if copy == 0 else replace(record, id=f"{record.id}#{copy + 1}"), size
     text = measure.beginning(record.text, beginning) if beginning else ""
     if text:
-        copies.append(replace(record, text=text, id=f"{record.id}#{times + 1}" if times else record.id))
-    return copies
+        yield replace(record, text=text, id=f"{record.id}#{times + 1}" if times else record.id), measure(text)

@@ -3,11 +3,13 @@
 import gzip
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from test_data_tokenizer import sentences
 
+from data_prep.flow.documents import Record
 from data_prep.flow.running import StepRun, locked
 from data_prep.flow.streams import write_stream
 from data_prep.sample import command, plan
@@ -241,7 +243,7 @@ def test_the_remedy_of_a_mistake_can_be_followed(corpus, tmp_path, capsys):
         (["--seed", str(2**63)], "--seed must be at most 9,223,372,036,854,775,807, got 9223372036854775808"),
         (["--seed", str(-(2**63) - 1)], "--seed must be at least -9,223,372,036,854,775,808, got -9223372036854775809"),
         (["--fraction", "1e-12"], "--fraction 1e-12 leaves no documents"),
-        (["--valid", "0.0001"], "--valid 0.0001 of 400 documents is less than one document"),
+        (["--valid", "0.0001"], "--valid 0.0001 of 400 documents rounds to no document"),
         (["--valid", "0.5", "--test", "0.5"], "leave nothing to train on of 400 documents"),
         (["--valid", "1"], "--valid must be below 1, got 1.0"),
         (["--budget", "1B", *NO_SPLITS], "a budget of 1,000,000,000 words is more than"),
@@ -286,9 +288,18 @@ def test_the_manifest_names_the_versions_of_all_phases(tmp_path):
 
 def test_a_document_without_size_is_written_once(tmp_path):
     rows = [{"id": str(index), "text": " " * index} for index in range(30)] + [{"id": "full", "text": "one two three"}]
+    rows += [{"id": "alone", "text": " ", "source": "of nothing else"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sample(tmp_path / "a.jsonl", tmp_path / "out", *NO_SPLITS)
     assert sorted(ids(tmp_path / "out")) == sorted(row["id"] for row in rows)
+    sample(tmp_path / "a.jsonl", tmp_path / "again", *NO_SPLITS, "--budget", "8", "--repeat")
+    assert sorted(ids(tmp_path / "again")) == sorted([*(row["id"] for row in rows), "full#2", "full#3"])
+
+
+def test_copies_are_made_one_at_a_time():
+    record = Record("one two three", "a", "source")
+    copies = plan._copies(record, 10, 0, Measure("words"))
+    assert [next(copies) for _ in range(2)] == [(record, 3), (replace(record, id="a#2"), 3)]
 
 
 def test_a_source_of_which_nothing_is_left_makes_no_empty_sample(corpus, tmp_path, capsys):

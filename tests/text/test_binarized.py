@@ -163,7 +163,7 @@ def test_another_manifest_is_left_alone(tmp_path, content):
 def test_a_damaged_manifest_is_named(tmp_path, content):
     prefix = write(tmp_path / "train")
     (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"train.idx cannot be compared with .*manifest.json: it is no JSON; make .* and \.state"):
+    with pytest.raises(UserError, match=r"cannot be compared with .*manifest.json: it is no JSON; make .* and \.state"):
         in_training(prefix, 11)
 
 
