@@ -54,12 +54,12 @@ def texts_of(item: Item) -> list[str]:
 class TaskNgrams:
     """n-grams of all tasks, in files below ``folder``."""
 
-    folder: Path  # ``ngrams.npy``, sorted; ``records.npy``, a record of each; ``table.npy``, a quick test
+    folder: Path  # ``ngrams.bin``, sorted; ``records.bin``, a record of each; ``table.bin``, a quick test
     names: tuple[str, ...]  # of tasks and splits, ``copa/val``
     bases: tuple[int, ...]  # number of the first record of each, and of all records
     lengths: tuple[int, ...]  # of n-grams, in words
     digest: str  # of the n-grams
-    too_short: tuple[int, ...]  # records of each that are not searched: no text has ``MIN_NGRAM`` words
+    too_short: tuple[int, ...]  # records of each that are not searched: no text has min(``MIN_NGRAM``, n) words
 
 
 def read_tasks(data_dir: Path, splits: str) -> dict[str, list[list[str]]]:

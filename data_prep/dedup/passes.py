@@ -53,7 +53,7 @@ class _Block:
 
 
 def sign_part(part: FilePart, out: Path, settings: SignSettings) -> PartResult:
-    """Write ``.work/NAME.exact``, ``.bands``, ``.signatures``, ``.names``, ``.offsets``, ``.tainted`` of a part."""
+    """Write ``.work/NAME.exact``, ``.bands``, ``.signatures``, ``.names``, ``.offsets``, ``.tainted`` and ``.hits``."""
     stem = out / WORK / part.name
     counts, defects = Counts(), []
     index = Index(settings.tasks) if settings.tasks and part.name not in settings.held_out else None
@@ -150,7 +150,7 @@ def write_part(
 ) -> PartResult:
     """Write the kept documents of an input to ``NAME.jsonl``, and the others to ``.work/NAME.removed``.
 
-    ``num_perm`` is the number of entries of a signature, 0 if there are none; ``suffix`` that of a compression.
+    ``num_perm`` is the number of entries of a signature, if there are any; ``suffix`` that of a compression.
     """
     number = signed.names.index(part.name)
     base, stop = int(signed.bases[number]), int(signed.bases[number + 1])

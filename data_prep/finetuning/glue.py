@@ -21,6 +21,7 @@ from data_prep.finetuning.glue_tasks import (
     VALID,
     GlueTask,
     SplitFile,
+    check_class,
     files_in,
     labels_of,
     read_rows,
@@ -45,7 +46,7 @@ from smlp.text.tokenizer_files import DICTIONARY, SPECIAL_SYMBOLS
 DESCRIPTION = """prepare GLUE's tasks, or sentences or pairs of your own, for fairseq's task sentence_prediction
 
 Reads the official TSV folders and writes OUT/input0, OUT/input1 (for pairs) and OUT/label. Class numbers are fixed by
-the task, not by frequency as in fairseq-preprocess. dev becomes valid, and test has no labels; for MNLI, valid is
+the task, not by frequency as in fairseq-preprocess. dev becomes valid, and test needs no labels; for MNLI, valid is
 matched and valid1 mismatched. Prints the command that fine-tunes on the data."""
 EPILOG = """examples:
   smlp data glue --task MNLI --in glue/MNLI --tokenizer data/tokenizer --out data/mnli
@@ -145,6 +146,8 @@ def _task_of(args: argparse.Namespace) -> GlueTask:
     labels = tuple(args.labels.split(",")) if args.labels else None
     if labels is not None and (len(labels) < 2 or not all(labels) or len(set(labels)) < len(labels)):
         raise UserError(f"--labels {args.labels!r}: at least two different names with commas between them are expected")
+    for label in labels or ():
+        check_class(label, "--labels")
     return GlueTask(columns, args.label, labels)
 
 

@@ -191,14 +191,19 @@ def _is_blank(text: str) -> bool:
     return not any(sign.isprintable() and not sign.isspace() for sign in text)
 
 
+def check_class(name: str, place: str) -> None:
+    """Raise ``UserError`` for a class that a fairseq dictionary, which has one a line, cannot hold."""
+    breaks = {"Cc", "Zl", "Zp"} & set(map(unicodedata.category, name))
+    if breaks or _is_blank(name) or name in (*SPECIAL_SYMBOLS, MASK):
+        raise UserError(f"{place}: {name!r} cannot be a label")
+
+
 def _check_label(value: str, task: GlueTask, place: str) -> None:
     if task.labels:
         if value not in task.labels:
             raise UserError(f"{place}: the label is {value!r:.80}, not one of {', '.join(task.labels)}")
     elif task.labels is None:
-        breaks = {"Cc", "Zl", "Zp"} & set(map(unicodedata.category, value))  # a file of labels has one a line
-        if breaks or _is_blank(value) or value in (*SPECIAL_SYMBOLS, MASK):
-            raise UserError(f"{place}: {value!r} cannot be a label")
+        check_class(value, place)
     else:
         low, high = task.score_range
         number = number_of(value)

@@ -55,7 +55,10 @@ class SquadConfig(FairseqDataclass):
     )
     predictions_file: Optional[str] = field(  # noqa: UP045
         default=None,
-        metadata={"help": f"write the answers here at each validation, by question; {_SUBSET} is the split's name"},
+        metadata={
+            "help": "write the answers here at each validation that sees all questions, by question; "
+            f"{_SUBSET} is the split's name"
+        },
     )
     seed: int = II("common.seed")
 

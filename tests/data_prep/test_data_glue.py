@@ -367,6 +367,7 @@ REFUSED = {
     "--valid: there is no file": ["--task", "SST-2", "--train", "{in}/train.tsv", "--valid", "{in}/gone.tsv"],
     "--train is missing": ["--task", "SST-2", "--valid", "{in}/dev.tsv"],
     "all rows have the label '1'": ["--columns", "sentence", "--label", "same", "--in", "{in}"],
+    "--labels: '<s>' cannot be a label": ["--columns", "a", "--label", "b", "--labels", "<s>,x", "--in", "{in}"],
     "'<unk>' cannot be a label": ["--columns", "sentence", "--label", "special", "--in", "{in}"],
 }
 
