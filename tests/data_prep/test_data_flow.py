@@ -896,7 +896,7 @@ def test_a_long_path_gets_a_name_that_fits(tmp_path):
 
 
 def test_long_names_of_a_file_and_of_the_machine_fit_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(streams.socket, "gethostname", lambda: "h" * 64)
+    monkeypatch.setattr("socket.gethostname", lambda: "h" * 64)
     write_bytes(tmp_path / f"train--{unique_name('a' * 200, set())}-00000.jsonl.gz", b"text")
 
 
