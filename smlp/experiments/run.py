@@ -67,6 +67,11 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
         if tuning:
             _note_environment(experiment, folder, tuning, machine)
             stopped = _train(experiment, folder, data, models, tuning, machine)
+            states = {run.folder: folder.run(run.folder).state()["state"] for run in tuning}
+            missing = [name for name, state in states.items() if state not in (DONE, FAILED)]
+            if stopped is None and missing:  # a signal has stopped them alone
+                print(f"not trained yet: {', '.join(missing)}, which choose what is trained", flush=True)
+                return 1
         if stopped is None:
             chosen = _chosen(experiment, folder, models)
             runs = main_runs(experiment, models, chosen)
@@ -212,8 +217,9 @@ def _is_over(folder: Folder, run: PlannedRun) -> bool:
 def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel], chosen: dict[str, Any]) -> int:
     runs = main_runs(experiment, models, chosen)
     states = {run.name: folder.run(run.folder).state() for run in runs}
+    grid = {run.folder: folder.run(run.folder).state() for run in tuning_runs(experiment, models)}
     # including runs that only lack zero-shot results
-    failed = {name: state["message"] for name, state in states.items() if state["message"]}
+    failed = {name: state["message"] for name, state in {**grid, **states}.items() if state["message"]}
     missing = [name for name, state in states.items() if state["state"] not in (DONE, FAILED)]
     left_out = [model.name for model in models if experiment.tuning is not None and model.name not in chosen]
     for name, message in failed.items():

@@ -8,7 +8,7 @@ from typing import Any
 from smlp.errors import UserError
 from smlp.evaluation.curves import curve_of, log_records
 from smlp.experiments.folder import DONE, Folder
-from smlp.experiments.json_files import write_json
+from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.plan import PlannedModel, PlannedRun, main_runs, not_done, tuning_runs
 from smlp.experiments.spec import Experiment
 
@@ -74,8 +74,10 @@ def best(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the value with the lowest validation loss for each model, and the losses of all values.
 
+    A model whose runs have begun keeps its value of ``tuned.json``, unless one that the grid did not have is better.
+
     Raises:
-        UserError: a run was not validated on the first subset.
+        UserError: a run was not validated on the first subset, or ``tuned.json`` is damaged.
     """
     tuning, subset = experiment.tuning, experiment.evaluation.subsets[0]
     results: dict[str, dict[str, float | None]] = {model.name: {} for model in models}
@@ -94,9 +96,18 @@ def best(
             is_last = valid and valid[-1].num_updates == run.updates  # a diverged run has no validation at the end
             results[run.model.name][value] = valid[-1].perplexity if is_last else None
     by_text = {str(value): value for value in tuning.values}
+    before = {"values": [], "chosen": {}}
+    if folder.tuned.is_file():
+        before = read_json(folder.tuned, {"values": list, "chosen": dict})
+    older = set(map(str, before["values"]))
+    begun = [run for run in main_runs(experiment, models, before["chosen"]) if folder.run(run.folder).is_begun]
+    has_begun = {run.model.name for run in begun}
     chosen = {}
     for name, found in results.items():
         measured = {value: perplexity for value, perplexity in found.items() if perplexity is not None}
+        kept = str(before["chosen"].get(name))
+        if name in has_begun and kept in measured:  # whatever a retried run of the grid has reached since
+            measured = {value: measured[value] for value in measured if value == kept or value not in older}
         if measured:
             chosen[name] = by_text[min(measured, key=measured.get)]
     return chosen, results

@@ -28,7 +28,7 @@ from smlp.experiments.plan import as_json, main_runs, tuning_runs
 from smlp.experiments.processes import Ended
 from smlp.experiments.progress import Progress, Reached, duration, reached
 from smlp.experiments.scores import AGREEMENT, HALF_AGREEMENT, check_agreement
-from smlp.experiments.tuning import at_edge, choose
+from smlp.experiments.tuning import at_edge, check_runs, choose
 from smlp.launch.environment import git_revision, keep_difference
 
 
@@ -99,10 +99,45 @@ def test_another_choice_is_not_recorded_for_runs_that_are_trained(planned):
     for run in main_runs(experiment, models, choose(experiment, models, runs, folder)):
         finish(run, 5.0)
     before = folder.tuned.read_bytes()
-    finish(next(run for run in runs if run.name == "a-0.002"), 4.0)  # a better one, as a wider grid may have
-    with pytest.raises(UserError, match=r"a-s1 was made with lr = 0.001, and the experiment now says 0.002"):
+    experiment = planned(FILE.replace("2.0e-3]", "2.0e-3, 4.0e-3]"))[0]
+    runs = tuning_runs(experiment, models)
+    finish(next(run for run in runs if run.name == "a-0.004"), 4.0)
+    with pytest.raises(UserError, match=r"a-s1 was made with lr = 0.001, and the experiment now says 0.004"):
         choose(experiment, models, runs, folder)
     assert folder.tuned.read_bytes() == before
+
+
+@pytest.mark.parametrize("state", [FAILED, STOPPED])
+def test_a_run_of_the_grid_that_ends_badly_and_its_retry(planned, monkeypatch, capsys, state):
+    """A failed one leaves the choice to the others, which its retry does not change; a stopped one is waited for."""
+    experiment, models, folder = planned()
+    folder.path.mkdir()
+    bad = ["tune/b-0.002"]
+
+    def run_here(experiment, folder, data, runs, *rest):
+        for run in runs:
+            own = folder.run(run.folder)
+            if run.folder in bad:
+                own.update_state(state=state, message="train failed" if state == FAILED else None)
+            else:
+                log(own, run.updates, valid=5.0 - 1e3 * run.recipe["lr"])
+                own.update_state(state=DONE, trained=True, message=None)
+
+    monkeypatch.setattr(experiment_run, "_prepare", lambda experiment, folder: ("data-bin", models))
+    monkeypatch.setattr(experiment_run, "run_here", run_here)
+    monkeypatch.setattr(experiment_run, "time_here", lambda *args: None)
+    monkeypatch.setattr(experiment_run, "_note_environment", lambda *args: None)
+    assert experiment_run.run_experiment(experiment, folder) == 1
+    printed = capsys.readouterr().out
+    assert ("failed: tune/b-0.002: train failed" if state == FAILED else "not trained yet: tune/b-0.002") in printed
+    assert folder.tuned.exists() == (state == FAILED)
+    bad.clear()
+    for _ in range(2):
+        assert experiment_run.run_experiment(experiment, folder) == 0
+        check_runs(experiment, models, folder)
+        record = read_json(folder.tuned)
+        assert record["chosen"] == {"a": 0.002, "b": 0.001 if state == FAILED else 0.002}
+        assert None not in record["results"]["b"].values()
 
 
 @pytest.mark.parametrize("bits", [1500.0, math.inf, math.nan])
