@@ -188,14 +188,15 @@ def _check_warmup(experiment: Experiment) -> None:
     """Check that runs are longer than their warm-up: fairseq's cosine schedule divides by the difference."""
     tuned = experiment.tuning
     budgets = [experiment.updates] + ([tuned.updates] if tuned else [])
-    recipes = {"recipe": experiment.recipe, **{f"models.{one.name}.recipe": one.recipe for one in experiment.models}}
-    for place, recipe in recipes.items():
-        given = {**experiment.recipe, **recipe}
-        tried = tuned.values if tuned and tuned.option == "warmup_updates" else [given.get("warmup_updates") or 0]
-        place = place if "warmup_updates" in recipe else "recipe"
+    for model in (None, *experiment.models):
+        named = {f"models.{model.name}.recipe": model.recipe, f"models.{model.name}": model.overrides} if model else {}
+        place = next((place for place, settings in named.items() if "warmup_updates" in settings), "recipe")
+        given = {**experiment.recipe, **(model.overrides if model else {}), **(model.recipe if model else {})}
+        tried = {name: [given.get(name)] for name in ("warmup_updates", "lr_scheduler")}
+        tried |= {tuned.option: tuned.values} if tuned else {}
         section = Section(place, given, experiment.path)
-        warmup = max(section.as_count("warmup_updates", value, least=0) for value in tried)
-        if given.get("lr_scheduler") == "cosine" and warmup >= min(budgets):
+        warmup = max(section.as_count("warmup_updates", value or 0, least=0) for value in tried["warmup_updates"])
+        if "cosine" in tried["lr_scheduler"] and warmup >= min(budgets):
             raise UserError(
                 f"{experiment.path}: {place}.warmup_updates is {warmup}, and a run has {min(budgets)} updates"
                 f"{' (tune)' if tuned and tuned.updates == min(budgets) else ''}: "
@@ -206,6 +207,7 @@ def _check_warmup(experiment: Experiment) -> None:
 def _check_rates(experiment: Experiment) -> None:
     """Check that learning rates are positive: with 0 nothing is learnt, but everything looks as if it were."""
     named = [("recipe", experiment.recipe), *((f"models.{one.name}.recipe", one.recipe) for one in experiment.models)]
+    named += [(f"models.{one.name}", one.overrides) for one in experiment.models]
     if experiment.tuning:
         named.append(("tune", {experiment.tuning.option: list(experiment.tuning.values)}))
     for name, settings in named:

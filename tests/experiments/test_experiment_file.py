@@ -174,6 +174,10 @@ MISTAKES = {
         FILE + "  other: {arch: smlp_tiny, recipe: {lr: -0.01}}\n",
         r"models.other.recipe.lr must be a positive number, got -0.01",
     ),
+    "no rate beside settings": (
+        FILE.replace("lr: 2e-3", "dropout: 0").replace("gmlp_lm_tiny", "gmlp_lm_tiny, lr: 0"),
+        r"models.gMLP.lr must be a positive number, got 0",
+    ),
     "grid with no rate": (FILE + TUNE.replace("2.0e-3", "0"), r"tune.lr must be a positive number, got 0"),
     "seed too large": (
         FILE.replace("[1, 2]", "[1, 4294967295]"),
@@ -211,6 +215,15 @@ MISTAKES = {
     "warm-up of a model": (
         FILE.replace("recipe: {lr: 1.0e-3}", "recipe: {lr_scheduler: cosine, warmup_updates: 99}"),
         r"models.sMLP E=4.recipe.warmup_updates is 99, and a run has 97 updates",
+    ),
+    "warm-up beside settings": (
+        FILE.replace("num_experts: 4", "lr_scheduler: cosine, warmup_updates: 99"),
+        r"models.sMLP E=4.warmup_updates is 99, and a run has 97 updates",
+    ),
+    "warm-up in a grid of schedules": (
+        FILE.replace("lr: 2e-3", "lr: 2e-3, warmup_updates: 15")
+        + "tune: {lr_scheduler: [fixed, cosine], updates: 9}\n",
+        r"recipe.warmup_updates is 15, and a run has 9 updates \(tune\): the cosine schedule",
     ),
     "no vocabulary": (FILE + "vocab_size: 4\n", r"vocab_size must be at least 5, got 4"),
     "a date": (FILE.replace("  gMLP:", "  2020-01-01:"), r"is a date, where a name is expected"),
