@@ -145,6 +145,7 @@ def _check_zeroshot(experiment: Experiment) -> None:
     from smlp.evaluation.zeroshot.evaluate import for_each_task
     from smlp.evaluation.zeroshot.readers import READERS
     from smlp.experiments.spec import MASKED, zeroshot_words
+    from smlp.fairseq_compat.command_line import check_left_out
 
     if experiment.task == MASKED:
         raise UserError(f"{experiment.path}: evaluate.zeroshot needs language models, and these are encoders")
@@ -157,12 +158,13 @@ def _check_zeroshot(experiment: Experiment) -> None:
     def refuse(message: str) -> NoReturn:
         raise UserError(message)
 
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(add_help=False)  # a help page would end this process as if all were well
     zeroshot.add_options(parser)
     parser.error = refuse
     words = ["--path", "checkpoint", "--data-dir", str(wanted.zeroshot_data), *zeroshot_words(wanted)]
     try:
         asked = parser.parse_args(words)
+        check_left_out(parser, wanted.zeroshot_options)
         fixed = {"path": "checkpoint", "data_dir": wanted.zeroshot_data, "json": None, "output": None}
         if others := [name for name, value in fixed.items() if getattr(asked, name) != value]:
             raise UserError(f"{others[0]} may not be given: each run has its own")

@@ -23,8 +23,8 @@ VALID_BATCHES = 4
 #: number of epochs after which fairseq would validate and save on its own
 _NEVER = "1000000000"
 
-#: function that builds a model's configuration from options of fairseq-train
-Configure = Callable[[list[str]], ModelConfig]
+#: function that builds a model's configuration from options of fairseq-train, and the settings that they come from
+Configure = Callable[[list[str], dict[str, Any]], ModelConfig]
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,13 @@ def plan_models(experiment: Experiment, vocab_size: int, configure: Configure) -
     for entry in entries_of(experiment, vocab_size):
         recipe = {**experiment.recipe, **entry.recipe}
         words = [*_model_words(entry), *shape_words(experiment), *option_words(recipe)]
+        taken_back = {name for name, value in entry.recipe.items() if value is None} & experiment.recipe.keys()
+        given = {name: value for name, value in {**entry.overrides, **recipe}.items() if name not in taken_back}
         try:
-            config = configure(words)
+            config = configure(words, given)
             for value in tuning.values if tuning and not models else ():  # check once, for the first model
-                if configure([*words, *option_words({tuning.option: value})]) != config:
+                tried = {tuning.option: value}
+                if configure([*words, *option_words(tried)], tried) != config:
                     raise UserError(f"tune.{tuning.option} is a setting of the model, not of its training")
         except UserError as error:
             raise UserError(f"{experiment.path}: model {entry.name}: {error}") from None
@@ -167,14 +170,10 @@ def planned_models(experiment: Experiment, data: str, vocab_size: int) -> list[P
     from smlp.fairseq_compat.command_line import training_configuration
     from smlp.fairseq_compat.settings import check_pairs, settle_context
 
-    settings = [experiment.recipe, *(part for entry in experiment.models for part in (entry.recipe, entry.overrides))]
-    settings += [{experiment.tuning.option: value} for value in experiment.tuning.values] if experiment.tuning else []
-    flags = {f"--{name.replace('_', '-')}" for part in settings for name, value in part.items() if value is False}
-
-    def configure(words: list[str]) -> Any:
+    def configure(words: list[str], settings: dict[str, Any]) -> Any:
         budget = ["--max-update", str(experiment.updates)]  # learning rate schedules are checked against it
         words = ["--task", experiment.task, *words, *budget]
-        cfg = training_configuration([data, *words, *default_arguments(words)], flags)  # as smlp train
+        cfg = training_configuration([data, *words, *default_arguments(words)], settings)  # as smlp train
         check_pairs(cfg)
         settle_context(cfg.model, cfg.task)
         return config_of(cfg.model, vocab_size + (experiment.task == MASKED))  # and <mask>

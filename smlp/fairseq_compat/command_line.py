@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,15 +47,15 @@ def load_plugin() -> None:
         import_tasks(os.path.join(directory, "tasks"), "smlp.tasks")
 
 
-def training_configuration(arguments: list[str], without: Iterable[str] = ()) -> Any:
+def training_configuration(arguments: list[str], settings: Mapping[str, Any] | None = None) -> Any:
     """Return fairseq's complete configuration for a command line of ``fairseq-train``; nothing is made or started.
 
     Args:
         arguments: the command line.
-        without: flags that it leaves out because a file says false.
+        settings: of a file, from which the command line comes; it leaves out those that are false or nothing.
 
     Raises:
-        UserError: an option is wrong, one of ``without`` takes a value, or ranks cannot start as it says.
+        UserError: an option is wrong, also one that is left out, or ranks cannot start as it says.
     """
     load_plugin()
     from fairseq import options
@@ -67,11 +67,23 @@ def training_configuration(arguments: list[str], without: Iterable[str] = ()) ->
         parser = options.get_training_parser()
         cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser))
         settle_ranks(cfg)
-    known = {option: action for action in parser._actions for option in action.option_strings}
-    for option in without:
-        if option in known and known[option].nargs != 0:
-            raise UserError(f"{option} takes a value, not false: in YAML, off and no are false, too")
+    check_left_out(parser, settings or {})
     return cfg
+
+
+def check_left_out(parser: argparse.ArgumentParser, settings: Mapping[str, Any]) -> None:
+    """Refuse settings of a file that are false or nothing, and so no option of its command line, but should be one.
+
+    Raises:
+        UserError: the parser does not know the option, or a value that is false is not that of a flag.
+    """
+    known = {option: action for action in parser._actions for option in action.option_strings}
+    for name, value in settings.items():
+        option = f"--{name.replace('_', '-')}"
+        if (value is None or value is False) and option not in known:
+            raise UserError(f"unrecognized arguments: {option}")
+        if value is False and known[option].nargs != 0:
+            raise UserError(f"{option} takes a value, not false: in YAML, off and no are false, too")
 
 
 def run_training(arguments: list[str], around: Callable[[Any], AbstractContextManager[None]]) -> None:

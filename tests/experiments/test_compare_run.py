@@ -249,6 +249,23 @@ MISTAKES = {
         "validations: 2, zeroshot: {data: tasks, pat: other.pt}",
         r"other.yaml: evaluate.zeroshot: path may not be given: each run has its own",
     ),
+    "help": (
+        "validations: 2",
+        "validations: 2, zeroshot: {data: tasks, help: true}",
+        r"other.yaml: evaluate.zeroshot: unrecognized arguments: --help",
+    ),
+    "unknown option of tasks that is off": (
+        "validations: 2",
+        "validations: 2, zeroshot: {data: tasks, skip_to_long: no}",
+        r"other.yaml: evaluate.zeroshot: unrecognized arguments: --skip-to-long",
+    ),
+    "limit that is off": (
+        "validations: 2",
+        "validations: 2, zeroshot: {data: tasks, limit: no}",
+        r"other.yaml: evaluate.zeroshot: --limit takes a value, not false",
+    ),
+    "unknown and off": ("recipe: {f", "recipe: {bfl6: no, f", "model broken: unrecognized arguments: --bfl6"),
+    "unknown and empty": ("recipe: {f", "recipe: {bfl6: , f", "model broken: unrecognized arguments: --bfl6"),
     "betas": (
         "optimizer: adam",
         "optimizer: adam, adam_betas: (0.9",

@@ -394,7 +394,7 @@ def test_positions_are_those_of_all_models_also_where_one_is_not_scored(planned,
 
 
 def test_a_dry_run_needs_no_data(planned, tmp_path, monkeypatch, capsys):
-    def configuration_of(words, without=()):
+    def configuration_of(words, settings):
         arch = words[words.index("--arch") + 1]
         assert int(words[words.index("--max-update") + 1]) > 0, "schedules of the rate are checked against it"
         return SimpleNamespace(optimizer=None, task=None, model=smlp.preset(arch, vocab_size=64, max_tokens=128))

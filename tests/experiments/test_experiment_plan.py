@@ -41,7 +41,7 @@ def experiment(tmp_path, text=FILE):
 def configure_for(vocab_size):
     """As fairseq's parser would, for settings of this package; other options mean nothing here."""
 
-    def configure(words):
+    def configure(words, _):
         settings = {"vocab_size": vocab_size}
         arch = words[words.index("--arch") + 1]
         known = flatten(smlp.preset(arch)) | {"tokens_per_sample": 0}
@@ -98,7 +98,7 @@ def test_examples_cost_what_they_say(path):
 
 
 def test_an_option_that_fairseq_refuses_names_the_model(tmp_path):
-    def refuse(words):
+    def refuse(words, _):
         raise UserError("unrecognized arguments: --colour red")
 
     with pytest.raises(UserError, match=r"small.yaml: model gMLP: unrecognized arguments: --colour red"):

@@ -30,7 +30,7 @@ def reader(folder: Path) -> Callable[..., tuple[Any, list, Folder]]:
         path = folder / "small.yaml"
         path.write_text(text)
         found = read_experiment(path)
-        models = plan_models(found, 64, lambda words: smlp.preset(words[1], vocab_size=64, max_tokens=128))
+        models = plan_models(found, 64, lambda words, _: smlp.preset(words[1], vocab_size=64, max_tokens=128))
         return found, models, Folder(folder / "out")
 
     return read
