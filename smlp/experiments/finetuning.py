@@ -24,7 +24,7 @@ from smlp.config import ModelConfig, differences, flatten
 from smlp.config.presets import FROM_TASK, preset
 from smlp.errors import UserError
 from smlp.evaluation.curves import log_records
-from smlp.experiments.folder import DONE, FAILED, Folder, RunFolder, check_made_with
+from smlp.experiments.folder import DONE, Folder, RunFolder, check_made_with
 from smlp.experiments.json_files import Count, Each, Maybe, read_json
 from smlp.experiments.local import TRAIN, Machine, TrainingChain
 from smlp.experiments.plan import VALID_BATCHES
@@ -360,7 +360,7 @@ def run_finetuning(
         threads: of each run.
 
     Returns:
-        The signal that stopped them, or None; and why runs failed, a sentence each.
+        The signal that stopped them, or None; and why runs are not done, a sentence each.
 
     Raises:
         UserError: the folder has results that were made with something else.
@@ -376,7 +376,8 @@ def run_finetuning(
     chains = [_FinetuningChain(plan, folder, run, machine, progress) for run in left]
     stopped = run_chains(chains, jobs, progress.watch)
     states = {run.name: folder.run(run.folder).state() for run in runs}
-    return stopped, [f"{name}: {state['message']}" for name, state in states.items() if state["state"] == FAILED]
+    reasons = {name: state["message"] for name, state in states.items() if state["state"] != DONE}
+    return stopped, [f"{name}: {why or 'it was stopped, and can be resumed'}" for name, why in reasons.items()]
 
 
 def print_plan(plan: Finetuning, folder: Folder) -> None:

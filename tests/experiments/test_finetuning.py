@@ -32,6 +32,8 @@ scores = json.loads(Path("scores.json").read_text())[f"{lr:g}"]
 with open("started", "a") as file:
     file.write(f"{lr:g}-{seed}\\n")
 score = scores[int(seed) - 1]
+if score == "stop alone":
+    sys.exit(75)
 if score is None:
     sys.exit("smlp: error: it diverged")
 if score == "stop":
@@ -300,8 +302,11 @@ def test_a_stopped_command_starts_nothing_more_and_resumes(trainer, tmp_path, ca
     assert (status, started) == (75, ["1e-05-1"])
     assert "stopped by SIGTERM; the same command resumes" in capsys.readouterr().out
     assert found(tmp_path)["points"][0]["runs"]["1"]["state"] == "stopped"
+    status, started = trainer({"1e-05": ["stop alone", 81, 82, 83]}, seeds=(1, 2, 3, 4))
+    assert status == 1 and len(started) == 4
+    assert "failed: lr1e-05-b16-s1: it was stopped, and can be resumed" in capsys.readouterr().out
     status, started = trainer({"1e-05": [80, 81, 82, 83]}, seeds=(1, 2, 3, 4))
-    assert status == 0 and len(started) == 4
+    assert (status, started) == (0, ["1e-05-1"])
     assert found(tmp_path)["best"]["medians"]["valid"]["accuracy"]["value"] == 81.5
 
 
