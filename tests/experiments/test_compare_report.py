@@ -16,7 +16,7 @@ from smlp.evaluation.curves import LossPoint
 from smlp.experiments.report.details import data_orders
 from smlp.experiments.report.figures import _all, write_figures
 from smlp.experiments.report.results import read_results
-from smlp.experiments.report.speed import first_crossing, targets
+from smlp.experiments.report.speed import Target, first_crossing, mean_curve, targets, time_to_target
 from smlp.experiments.report.table import Estimate, t_quantile
 
 pytestmark = pytest.mark.timeout(120)
@@ -165,6 +165,19 @@ def test_a_run_that_diverged_sets_no_target(tmp_path):
     log.write_text("\n".join(line for line in log.read_text().splitlines() if '"valid_num_updates": "40"' not in line))
     found = targets(read_results(out))[0]
     assert found.origin.startswith("the last validation of gMLP") and found.perplexity == pytest.approx(want, rel=0.01)
+
+
+def test_losses_of_a_run_that_diverged_are_not_shown(out):
+    """Neither beside other seeds nor of one seed alone."""
+    log = run_folder(out, "gMLP", 3) / "train.log"
+    log.write_text("\n".join(line for line in log.read_text().splitlines() if '"valid_num_updates": "40"' not in line))
+    early = Target(2.0**7, "its first validations are below")
+    results = read_results(out)
+    assert set(time_to_target(results, results.models[0], early).seconds.samples) == {1, 2}
+    rewrite(out / "experiment.json", seeds=[3])
+    results = read_results(out)
+    assert mean_curve(results, results.models[0]) == () != mean_curve(results, results.models[1])
+    assert time_to_target(results, results.models[0], early).seconds is None
 
 
 def test_crossing():

@@ -88,10 +88,23 @@ def test_a_step_that_failed_after_the_training_is_named(out):
     ]
 
 
-def test_a_run_that_waits_for_more_scores_is_not_called_unstarted(out):
-    rewrite(run_folder(out, "Switch", 2) / "run.json", state="waiting", trained=True)
+@pytest.mark.parametrize(
+    ("trained", "last", "words"),
+    [
+        (True, 0, "it is trained, and waits for its scores"),
+        (None, folder.UPDATES, "it is trained, and waits for its scores"),
+        (None, 20, "it had not finished when the report was made"),
+        (None, 0, "it has not been started"),
+    ],
+)
+def test_a_run_that_waits_is_not_called_unstarted(out, trained, last, words):
+    """A run of this machine says that it waits for more scores; on a cluster, only the log tells how far a run is."""
+    run = run_folder(out, "Switch", 2)
+    rewrite(run / "run.json", state="waiting", trained=trained)
+    (run / "train.log").write_text("".join(f"{line}\n" for line in folder.log_lines("Switch", 2, last)))
+    (run / "data_order.jsonl").unlink()
     ((_, reason),) = incomplete(read_results(out))
-    assert reason == "it is trained, and waits for its scores"
+    assert reason.startswith(words)
 
 
 def test_a_margin_beyond_all_numbers(out):

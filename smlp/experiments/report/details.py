@@ -103,8 +103,10 @@ def incomplete(results: Results) -> list[tuple[RunResult, str]]:
             reasons.insert(0, "every run of its grid failed: the run.json of each, in tune/, has the reason")
         elif not run.is_done:
             reason = _REASONS.get(run.state, "run.json does not give the reason")
-            if run.state == "waiting" and run.record.get("trained"):
+            if run.state == "waiting" and (run.record.get("trained") or run.last_update >= results.updates):
                 reason = "it is trained, and waits for its scores"
+            elif run.state == "waiting" and run.last_update:  # on a cluster, nothing else says that it runs
+                reason = _REASONS["running"]
             reasons.insert(0, run.message or reason)
         elif run.message:  # what failed after the training
             reasons.insert(0, run.message)

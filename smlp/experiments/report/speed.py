@@ -81,10 +81,7 @@ def first_crossing(points: Sequence[LossPoint], perplexity: float) -> float | No
 def averaged_runs(results: Results, model: Model) -> list[RunResult]:
     """Return the drawn runs, without finished ones whose validations end early: these have diverged."""
     runs = [run for run in results.drawn(model) if run.curve.valid]
-    if not results.done(model):
-        return runs
-    last = max((run.curve.valid[-1].num_updates for run in runs), default=0)
-    return [run for run in runs if run.curve.valid[-1].num_updates == last]
+    return [run for run in runs if not run.is_done or run.curve.valid[-1].num_updates >= results.updates]
 
 
 def mean_curve(results: Results, model: Model) -> tuple[LossPoint, ...]:
@@ -122,8 +119,8 @@ def targets(results: Results) -> list[Target]:
 
 
 def time_to_target(results: Results, model: Model, target: Target) -> TimeToTarget:
-    """Return when a model's finished runs reached a target."""
-    runs = [run for run in results.done(model) if run.timeline is not None]
+    """Return when a model's finished runs reached a target; those that diverged do not count."""
+    runs = [run for run in averaged_runs(results, model) if run.is_done and run.timeline is not None]
     updates = {run.seed: first_crossing(run.curve.valid, target.perplexity) for run in runs}
     seconds = {run.seed: None if updates[run.seed] is None else run.timeline.at(updates[run.seed]) for run in runs}
     mean = first_crossing(mean_curve(results, model), target.perplexity)
