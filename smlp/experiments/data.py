@@ -34,7 +34,7 @@ def data_of(experiment: Experiment, folder: Folder) -> str:
                 raise UserError(f"{experiment.path}: data {one} has no {DICTIONARY}: smlp data binarize writes one")
         return experiment.data
     made = folder.path / "data"
-    _check_same_text(experiment.text, folder)
+    write_json(folder.path / "text.json", check_same_text(experiment.text, folder))
     if not (made / _MANIFEST).is_file():
         _make(experiment.text, folder.path)
     return str(made)
@@ -104,21 +104,20 @@ def check_subsets(experiment: Experiment, data: str) -> None:
             raise UserError(f"{experiment.path}: evaluate.subsets has {subset!r}, and {folder} has no {subset}.idx")
 
 
-def _check_same_text(text: TextSource, folder: Folder) -> None:
-    """Refuse a folder whose data were made from something else."""
+def check_same_text(text: TextSource, folder: Folder) -> dict[str, Any]:
+    """Refuse a folder whose data were made from something else; return what ``text.json`` should hold."""
     record = folder.path / "text.json"
     wanted = {"source": text.source, "files": [str(path) for path in text.files], "vocab_size": text.vocab_size}
     if all(path.is_file() for path in text.files):
         wanted["sha256"] = [sha256_of(path) for path in text.files]
     was_used = any((folder.path / made / _MANIFEST).is_file() for made in ("text", "data"))
-    if not record.is_file() or not was_used:
-        write_json(record, wanted)
-    found = read_json(record)
+    found = read_json(record) if record.is_file() and was_used else wanted
     for name, value in wanted.items():
         if found.get(name, value) != value:
             raise UserError(
                 f"the data in {folder.path} were made with text.{name} = {found[name]}, not {value}: give another --out"
             )
+    return found
 
 
 def _make(text: TextSource, folder: Path) -> None:

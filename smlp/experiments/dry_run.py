@@ -15,7 +15,15 @@ from dataclasses import dataclass
 import torch
 
 from smlp.costs.formula import parameters, training_flops
-from smlp.experiments.data import argument, check_subsets, check_text, dictionary_size, find_data, held_out_tokens
+from smlp.experiments.data import (
+    argument,
+    check_same_text,
+    check_subsets,
+    check_text,
+    dictionary_size,
+    find_data,
+    held_out_tokens,
+)
 from smlp.experiments.folder import Folder
 from smlp.experiments.local import Machine
 from smlp.experiments.plan import (
@@ -82,6 +90,8 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
         UserError: an option is wrong, the folder has runs of other settings, or the data do not exist and the file does
             not name the vocabulary's size.
     """
+    if experiment.text is not None:
+        check_same_text(experiment.text, folder)
     found = find_data(experiment, folder)
     vocab_size = dictionary_size(experiment, found)
     if found is not None:
@@ -207,7 +217,7 @@ def _stages(runs: Sequence[PlannedRun]) -> list[list[int]]:
 
 def _end_of_the_last(seconds: Sequence[float], jobs: int) -> float:
     """Return when the last run ends if ``jobs`` of them run at a time, each starting when an earlier one ends."""
-    ends = [0.0] * jobs
+    ends = [0.0] * max(1, min(jobs, len(seconds)))
     for one in seconds:
         heapq.heapreplace(ends, ends[0] + one)
     return max(ends)
@@ -223,7 +233,7 @@ def measure_update(model: PlannedModel, experiment: Experiment, threads: int) ->
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        words = option_words({**experiment.recipe, **model.recipe})
+        words = option_words({**experiment.recipe, **model.overrides, **model.recipe})
         built = model_of(model.config)
         if isinstance(built, Decoder):
             built.balance_routers(torch.ones(model.config.vocab_size, dtype=torch.long))  # uniform ids below

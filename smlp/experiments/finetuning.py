@@ -375,6 +375,7 @@ def run_finetuning(
     progress = Progress(folder, runs)
     chains = [_FinetuningChain(plan, folder, run, machine, progress) for run in left]
     stopped = run_chains(chains, jobs, progress.watch)
+    progress.end()
     states = {run.name: folder.run(run.folder).state() for run in runs}
     reasons = {name: state["message"] for name, state in states.items() if state["state"] != DONE}
     return stopped, [f"{name}: {why or 'it was stopped, and can be resumed'}" for name, why in reasons.items()]

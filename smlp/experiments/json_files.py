@@ -84,14 +84,15 @@ RUN = {
 _LOSSES = {"nll_all": Maybe(_NUMBER), "nll_after_prefix": Maybe(_NUMBER), "tokens": Maybe(int), "words": Maybe(int)}
 SCORES = {"subsets": Each(_LOSSES), "prefix": Maybe(int), "num_updates": Maybe(int)}
 _SPLIT = {"tokens": Maybe(int), "words": Maybe(int), "words_per_token": Maybe(Finite()), "bytes": Maybe(int)}
-DATA = {"splits": Each(Maybe(_SPLIT))}
+DATA = {"splits": Each(Maybe(_SPLIT)), "vocab_size": Maybe(int)}
 _PLACE = ("jobs", "threads", "cores", "world_size")
 _GIT = {"revision": Maybe(str), "difference_sha256": Maybe(str)}
 _MACHINE = {"git": Maybe(_GIT), **dict.fromkeys(_PLACE, Maybe(int)), **dict.fromkeys(("processor", "gpu"), Maybe(str))}
 ENVIRONMENT = Exact({"gpus": Maybe([str]), **_MACHINE})
 #: a line of environment.jsonl
 START = Exact(_MACHINE)
-TUNED = {"option": str, "values": list, "results": Each(dict), "chosen": dict, "updates": int, "seed": int}
+_GRID = {"option": str, "values": list, "chosen": dict, "updates": int, "seed": int}
+TUNED = Exact({**_GRID, "results": Each(Each(Maybe(_NUMBER)))})
 SPEED = {
     "models": Each({"tokens_per_update": Finite(above=0), "seconds_per_update": [Finite(above=0)]}),
     **{"core_share": Maybe(Finite()), "environment": Maybe(ENVIRONMENT)},

@@ -308,7 +308,9 @@ def run_here(
     await_scores(experiment, folder, runs, prefix)
     left = not_done(folder, runs)
     chains = [RunChain(experiment, folder, data, run, machine, progress, prefix) for run in left]
-    return run_chains(chains, experiment.resources.at_a_time(len(left)), progress.watch)
+    stopped = run_chains(chains, experiment.resources.at_a_time(len(left)), progress.watch)
+    progress.end()
+    return stopped
 
 
 def time_here(
@@ -331,6 +333,7 @@ def time_here(
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [*this_module("smlp.experiments.speed"), str(folder.path), str(rounds)]
     threads = machine.threads * experiment.resources.at_a_time(len(runs))  # nothing else runs now
+    threads = max(machine.threads, min(threads, num_cores()))
     environment = {**machine.environment(0), "OMP_NUM_THREADS": str(threads)}
     return run_chains([_Timing(command, log, environment)], 1, lambda: None)
 

@@ -98,8 +98,9 @@ def _paper(plan: Finetuning) -> dict[str, Any] | None:
 
 def page(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
-    data, best, paper = results["data"], results["best"], results["paper"]
+    data, best = results["data"], results["best"]
     medians = [median for point in results["points"] for own in point["medians"].values() for median in own.values()]
+    paper = results["paper"] if medians else None
     subsets = dict.fromkeys(subset for point in results["points"] for subset in point["medians"])
     columns = [(subset, name) for subset in subsets for name in METRICS[data["metric"]]]
     rows = [

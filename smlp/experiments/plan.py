@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,10 +102,10 @@ def entries_of(experiment: Experiment, vocab_size: int) -> list[ModelEntry]:
                     f"{experiment.path}: match.num_experts and match.like exclude each other: the cost of "
                     f"{wanted.like} is that of its own experts"
                 )
-            target, size, own = like(wanted.like, shared)
+            target, size, own = _of_match(experiment, like, wanted.like, shared)
             shared = {**shared, **own}
         for family in wanted.families:
-            found = match(family, target, wanted.vary, size, shared)
+            found = _of_match(experiment, match, family, target, wanted.vary, size, shared)
             if not found.matches:
                 raise UserError(
                     f"{experiment.path}: no settings of {family} cost {target:.5g} multiply-adds per token; the "
@@ -116,6 +117,13 @@ def entries_of(experiment: Experiment, vocab_size: int) -> list[ModelEntry]:
             entries.append(ModelEntry(family, found.arch, overrides, {}))
     check_names(experiment.path, entries)
     return entries
+
+
+def _of_match(experiment: Experiment, function: Callable[..., Any], *given: Any) -> Any:
+    try:
+        return function(*given)
+    except UserError as error:
+        raise UserError(f"{experiment.path}: match: {error}") from None
 
 
 #: settings determined by data and task
@@ -151,6 +159,9 @@ def plan_models(experiment: Experiment, vocab_size: int, configure: Configure) -
         own = (entry.name, entry.folder, family_of(entry.arch), entry.arch, entry.overrides, entry.recipe)
         models.append(PlannedModel(*own, config, flops_per_token(config)))
     check_spread(experiment, models)
+    folders = Counter(run.folder for run in tuning_runs(experiment, models))
+    if shared := [folder for folder, count in folders.items() if count > 1]:
+        raise UserError(f"{experiment.path}: two runs of the grid would share the folder {shared[0]}: rename a model")
     return models
 
 

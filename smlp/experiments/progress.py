@@ -30,7 +30,7 @@ class Reached:
     """The last update of a run's log."""
 
     updates: int = 0
-    #: perplexity per token, from the last log lines that have one
+    #: perplexity per token, from the last log lines that have one, if they are in the last 64 KiB of the log
     train: float | None = None
     valid: float | None = None
     #: from the last training line of the log
@@ -92,6 +92,7 @@ class Progress:
         self.start = time.monotonic()
         self.first = self._updates()
         self._last_look, self._last_share = 0.0, self.first / max(1, self.total)
+        self._is_open = False  # whether the cursor is at the end of a line
 
     def watch(self) -> None:
         """Show the line if a second has passed; called often."""
@@ -103,6 +104,7 @@ class Progress:
         share = done / max(1, self.total)
         if self.live:
             print(f"\r{self.line(done, now):<118}", end="", flush=True)
+            self._is_open = True
         elif share - self._last_share >= _SHARE_BETWEEN_LINES:
             self._last_share = share
             print(self.line(done, now), flush=True)
@@ -121,7 +123,14 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a text on a line of its own."""
-        print(f"\r{text:<118}".rstrip() if self.live else text, flush=True)
+        print(f"\r{text:<118}" if self.live else text, flush=True)
+        self._is_open = False
+
+    def end(self) -> None:
+        """End the line that is redrawn, so that what is printed next has its own."""
+        if self._is_open:
+            print(flush=True)
+        self._is_open = False
 
     def _updates(self) -> int:
         done = 0

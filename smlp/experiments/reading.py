@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import unicodedata
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,7 @@ WHERE = ("local", "slurm")
 TEXT_SOURCES = ("python",)
 _MOST_NAME = 150  # most characters of a model's name, which becomes part of file names
 _LEAST_VOCABULARY = 5  # fairseq's four special symbols and one more
-_MOST_RUNS = 5000  # limit of models times seeds, or models times grid values
+_MOST_RUNS = 5000  # limit of models times the sum of seeds and grid values
 _MOST_THREADS = 1024  # limit over all concurrent runs on one machine: OpenMP crashes with many more
 
 
@@ -110,7 +111,7 @@ def _experiment(path: Path, settings: dict[str, Any]) -> Experiment:
         raise top.section("recipe").error(empty[0], "has no value; leave it out for the default of smlp train")
     experiment = Experiment(
         path=path,
-        title=top.text("title", name_of(path)),
+        title=" ".join(top.text("title", name_of(path)).split()),
         data=data,
         text=text,
         vocab_size=top.count("vocab_size", least=_LEAST_VOCABULARY),
@@ -293,6 +294,8 @@ def check_names(path: Path, entries: list[ModelEntry]) -> None:
     for entry in entries:
         if not entry.name.strip():
             raise UserError(f"{path}: models: the name {entry.name!r} is empty")
+        if any(unicodedata.category(letter) == "Cc" for letter in entry.name):
+            raise UserError(f"{path}: models: the name {entry.name!r} has a control character, such as a line end")
         other = seen.setdefault(entry.folder, entry.name)
         if other != entry.name or names[entry.name] > 1:
             raise UserError(f"{path}: models {other!r} and {entry.name!r} would share the folder {entry.folder!r}")
@@ -327,7 +330,8 @@ def _evaluation(section: Section, updates: int) -> EvaluationPlan:
     if not folder and (has_tasks or options):
         given = ", ".join([*(["tasks"] if has_tasks else []), *options])
         raise zeroshot.error("data", f"(the folder of the tasks) is missing, but {given} is given")
-    subsets = [plain_name(str(name), section.full("subsets")) for name in section.values("subsets", ["valid"])]
+    named_by = f"{section.path}: {section.full('subsets')}"
+    subsets = [plain_name(str(name), named_by) for name in section.values("subsets", ["valid"])]
     if not subsets or len(set(subsets)) < len(subsets):
         raise section.error("subsets", f"must be different names, got {shown(subsets)}")
     if "train" in subsets:  # fairseq's averages over an epoch have the names that its validation would have
@@ -369,6 +373,7 @@ def _tuning(section: Section, tokens_per_update: int) -> Tuning:
         not isinstance(values, list)
         or len(values) < 2
         or len({grid_folder("", value) for value in values}) < len(values)
+        or any(value in values[:place] for place, value in enumerate(values))  # 1 and 1.0
     ):
         raise section.error(option, f"needs at least two different values in a list, got {shown(values)}")
     return Tuning(option, tuple(values), updates, seed)

@@ -25,7 +25,7 @@ from smlp.evaluation.scoring import block_log_probs
 from smlp.experiments.folder import Folder, RunFolder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.spec import MASKED
-from smlp.experiments.speed import dtype_of
+from smlp.experiments.speed import dtype_of_run
 from smlp.inference.masked import MaskedLanguageModel
 from smlp.text.binarized import read_fairseq_tokens
 
@@ -51,7 +51,7 @@ def score_run(folder: Folder, run: RunFolder, device: str | None = None) -> dict
     words = next(model["recipe"] for model in experiment["models"] if model["name"] == run.state()["model"])
     precision = experiment.get("evaluation_dtype", "fp32")
     dtype = getattr(torch, DTYPES[precision])
-    tolerance = AGREEMENT if dtype == dtype_of(words) == torch.float32 else HALF_AGREEMENT
+    tolerance = AGREEMENT if dtype == dtype_of_run(run, words) == torch.float32 else HALF_AGREEMENT
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     score = _masked_scores if experiment.get("task") == MASKED else _scores
     model = load_pretrained(run.last_checkpoint()).to(device, dtype)

@@ -58,7 +58,13 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Pla
     _note_job(folder, training)
     text = f"job {training}: {len(runs)} runs, {resources.ranks} ranks each"
     if then_score:
-        scoring = submit_scores(experiment, folder, f"afterany:{training}")
+        try:
+            scoring = submit_scores(experiment, folder, f"afterany:{training}")
+        except UserError as error:
+            raise UserError(
+                f"job {training} trains the runs; the job that scores them is missing: {error}; run the same command "
+                "when they are trained"
+            ) from None
         text += f"; job {scoring} scores them afterwards"
     return f"{text}; logs in {folder.path / 'slurm' / 'logs'}"
 

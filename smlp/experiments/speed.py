@@ -20,8 +20,9 @@ from torch import Tensor
 from smlp.checkpoint.load import load_pretrained
 from smlp.costs.profiled import training_loss
 from smlp.errors import UserError
-from smlp.experiments.folder import DONE, Folder
+from smlp.experiments.folder import DONE, Folder, RunFolder
 from smlp.experiments.json_files import read_json, write_json
+from smlp.experiments.spec import option_words
 from smlp.fairseq_compat.startup import KeptMemory, keep_freed_memory
 from smlp.launch.environment import environment
 from smlp.nn.decoder import Decoder
@@ -44,6 +45,12 @@ def dtype_of(words: Sequence[str]) -> torch.dtype:
     if "--fp16" in words or "--memory-efficient-fp16" in words:
         return torch.float16
     return torch.float32
+
+
+def dtype_of_run(run: RunFolder, recipe: Sequence[str]) -> torch.dtype:
+    """Return the dtype that a run was trained in; one of an older version has no record, but its model's recipe."""
+    made_with = run.state().get("made_with")
+    return dtype_of(recipe if made_with is None else option_words(made_with))
 
 
 class TimedUpdates:
@@ -103,9 +110,11 @@ def time_models(folder: Folder, rounds: int, kept_memory: KeptMemory | None = No
     batch_size, width = experiment["batch_size"], experiment["tokens_per_sample"]
     tokens = torch.from_numpy(read_fairseq_tokens(Path(data["data"].split(":")[0]) / "train").tokens)
     models = {
-        model["name"]: TimedUpdates(load_pretrained(checkpoint).core, device, dtype_of(model["recipe"]), _LEARNING_RATE)
+        model["name"]: TimedUpdates(
+            load_pretrained(run.last_checkpoint()).core, device, dtype_of_run(run, model["recipe"]), _LEARNING_RATE
+        )
         for model in experiment["models"]
-        if (checkpoint := _checkpoint(folder, model, experiment)) is not None
+        if (run := _trained(folder, model, experiment)) is not None
     }
     began, computed = time.perf_counter(), time.process_time()
     stretch, num_updates = batch_size * width, (rounds + 1) * UPDATES_IN_TURN
@@ -141,12 +150,12 @@ def _of_turns(seconds: Sequence[float]) -> list[float]:
     return [sum(turn) / len(turn) for turn in turns]
 
 
-def _checkpoint(folder: Folder, model: dict[str, Any], experiment: dict[str, Any]) -> Path | None:
-    """Return the checkpoint of the first seed that is done; None for a model without one."""
+def _trained(folder: Folder, model: dict[str, Any], experiment: dict[str, Any]) -> RunFolder | None:
+    """Return the run of the first seed that is done; None for a model without one."""
     for seed in experiment["seeds"]:
         run = folder.run(f"runs/{model['folder']}-s{seed}")
         if run.state()["state"] == DONE:
-            return run.last_checkpoint()
+            return run
     return None
 
 

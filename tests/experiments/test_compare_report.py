@@ -278,6 +278,9 @@ def test_zero_shot_accuracy_beside_the_papers(out):
     assert cell(table, "paper, large: sMLP-deterministic", "copa").value == 79.0
     assert "average" not in next(row for row in table.rows if "paper" in row["model"].value)
     assert len(table.notes) == 1 and "Records: COPA 100." in table.notes[0]
+    answered = {name: {"accuracy": 0.5, "chance": 0.5, "n": 100} for name in ("copa", "piqa")}
+    (run_folder(out, "Switch", 2) / "zeroshot.json").write_text(json.dumps({"tasks": answered}))
+    assert cell(tables(out)["zeroshot"], "chance", "piqa").value == 50, "of the first run that has it"
 
 
 def test_zero_shot_answers_with_other_settings_are_named(out):

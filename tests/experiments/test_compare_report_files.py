@@ -321,6 +321,10 @@ def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
             "words_per_token is out of range",
         ),
         ("data.json", lambda d: d["splits"]["valid"].update(words_per_token=1e308), "words_per_token is out of range"),
+        ("data.json", lambda d: d.update(vocab_size="512"), "data.json is damaged: vocab_size must be a whole number"),
+        ("tuned.json", lambda t: t["results"]["Switch"].update(a="x"), "results.Switch.a must be a number"),
+        ("tuned.json", lambda t: t["results"]["Switch"].update(a=math.inf), "it has a number that is infinite"),
+        ("tuned.json", lambda t: t["results"]["Switch"].update(a=1e300), ""),
         ("environment.json", lambda e: e.update(mfu=[math.nan]), "it has a number that is infinite or not-a-number"),
         ("environment.json", lambda e: e.update(processor=5), "environment.json is damaged: processor must be text"),
         ("runs/Switch-s1/environment.jsonl", lambda line: line.update(world_size="2"), "1 of 1 lines are damaged"),
@@ -351,6 +355,8 @@ def test_single_values_that_are_damaged_are_named(tmp_path, name, change, words,
     (out / "experiment.yaml").write_text("data: d\nupdates: 3\nmodels: {gMLP: {arch: gmlp_lm_tiny}}\n")
     (out / "runs/Switch-s1/environment.jsonl").write_text('{"gpu": "NVIDIA H200", "world_size": 2}\n')
     (out / "runs/Switch-s1/zeroshot.json").write_text('{"tasks": {"copa": {"accuracy": 0.5, "n": 2}}}\n')
+    grid = {"option": "--x", "values": ["a"], "results": {"Switch": {"a": 3.0}}, "chosen": {"Switch": "a"}}
+    (out / "tuned.json").write_text(json.dumps({**grid, "updates": 4, "seed": 1}))
     path = out / name
     lines = path.read_text().splitlines()
     record = json.loads(lines[-1])
@@ -444,7 +450,7 @@ def test_runs_that_diverged_are_named_and_the_others_reported(out, bits, nats, c
     assert set(cell(quality, "sMLP", "against_gMLP").samples) == {1, 3}
     assert main(["compare", "report", str(out)]) == 0
     page = (out / "report" / "report.md").read_text()
-    assert "**Finished, but diverged or with files missing or damaged: gMLP-s2, Switch-s1" in page
+    assert "**Finished, but diverged, failed in a later step, or with files missing or damaged: gMLP-s2, Sw" in page
     words = re.findall(r"\w+", re.sub("valid is nan nats", "", page))
     assert "inf" not in words and "nan" not in words
 

@@ -45,6 +45,14 @@ def test_smlp_is_a_horizontal_line_with_its_interval(tmp_path, monkeypatch):
     assert [row["model"].value for row in tables(out)["heads"].rows] == ["gMLP h=1", "gMLP h=2", "gMLP h=4", "sMLP"]
 
 
+def test_two_lines_of_a_family_have_labels_of_their_own(tmp_path, monkeypatch):
+    kind = {
+        f"T h={n}": ("gmlp_lm", "gmlp_lm_tiny", {"num_heads": n, "spatial_weights": "toeplitz"}, -1, 1) for n in (1, 4)
+    }
+    labels = {text.get_text() for text in drawn(made(tmp_path, monkeypatch, {**HEADS, **kind})).legends[0].get_texts()}
+    assert labels == {"gMLP: gMLP h=1, ...", "gMLP: T h=1, ..."}
+
+
 def test_without_models_that_differ_in_heads_there_is_no_figure(tmp_path, monkeypatch):
     out = made(tmp_path, monkeypatch, {"gMLP h=1": HEADS["gMLP h=1"], "sMLP": SMLP})
     assert drawn(out) is None

@@ -343,7 +343,7 @@ def test_a_text_that_nothing_could_be_made_of_may_be_mended(tmp_path, capsys):
     assert "were made with" not in capsys.readouterr().err
 
 
-def test_data_that_were_made_from_other_text_are_refused_without_the_text(tmp_path, monkeypatch):
+def test_data_that_were_made_from_other_text_are_refused_without_the_text(tmp_path, monkeypatch, capsys):
     """As after the folder text was removed to save space."""
 
     def make(text, folder):
@@ -361,8 +361,10 @@ def test_data_that_were_made_from_other_text_are_refused_without_the_text(tmp_pa
     shutil.rmtree(folder.path / "text")
     assert data_of(read_experiment(path), folder) == str(folder.path / "data")
     path.write_text(text.replace("64", "72"))
-    with pytest.raises(UserError, match=r"were made with text.vocab_size = 64, not 72: give another --out"):
+    said = "were made with text.vocab_size = 64, not 72: give another --out"
+    with pytest.raises(UserError, match=said):
         data_of(read_experiment(path), folder)
+    assert dry_run(path, folder.path) == 1 and said in capsys.readouterr().err
 
 
 def test_pieces_without_their_tokenizer_are_refused_before_the_first_training(tiny_data, tmp_path, capsys):

@@ -135,6 +135,11 @@ MISTAKES = {
         r"recipe.0.98\) is not the name of a setting; .* quotes",
     ),
     "same value": (FILE + "tune: {lr: [1e-3, 1.0e-3], updates: 5}\n", r"tune.lr needs at least two different values"),
+    "same number": (FILE + "tune: {lr: [1, 1.0], updates: 5}\n", r"tune.lr needs at least two different values"),
+    "a line end in a name": (
+        FILE + '  "a\\nb": {arch: smlp_tiny}\n',
+        r"models: the name 'a\\nb' has a control character",
+    ),
     "odd size": (FILE + "match: {like: smlp, embed_dim: [1, 2]}\n", r"match.embed_dim must be a whole number"),
     "context": (
         FILE.replace("lr: 2e-3", "max_target_positions: 64"),
@@ -201,7 +206,7 @@ MISTAKES = {
     "a subset twice": (FILE + "evaluate: {subsets: [valid, valid]}\n", r"evaluate.subsets must be different names"),
     "a path as subset": (
         FILE + "evaluate: {subsets: [../data-bin/valid]}\n",
-        r"evaluate.subsets names the file '../data-bin/valid', which would lie outside its folder",
+        r"small.yaml: evaluate.subsets names the file '../data-bin/valid', which would lie outside its folder",
     ),
     "tasks without data": (
         FILE + "evaluate: {zeroshot: {tasks: [copa], limit: 3}}\n",

@@ -529,6 +529,19 @@ def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
     assert experiment.resources.at_a_time(9) == 9, "no limit where the file has none"
 
 
+def test_a_job_whose_scoring_job_is_refused_is_named(planned, monkeypatch):
+    experiment, models, folder = planned(CLUSTER)
+
+    def run(command, environment=None):
+        if command[0] == "sbatch":
+            raise UserError("cannot submit: too many jobs")
+        return "job 41"
+
+    monkeypatch.setattr(slurm, "_run", run)
+    with pytest.raises(UserError, match=r"job 41 trains the runs; the job that scores them is missing: .* too many"):
+        slurm.submit(experiment, folder, "data-bin", main_runs(experiment, models, {"a": 1, "b": 1}), then_score=True)
+
+
 def test_jobs_of_a_cluster_have_cores_for_their_threads(planned, monkeypatch):
     own = "gpus_per_node: 2, threads: 3, sbatch: [--cpus-per-task=4]"
     experiment, models, folder = planned(CLUSTER.replace("gpus_per_node: 2", own))
@@ -569,7 +582,7 @@ def test_a_job_that_has_ended_is_not_shown_as_running(planned, monkeypatch, caps
     assert [str(folder.path / "slurm" / "logs") in line for line in lines] == [state == STOPPED for state in states]
 
 
-def test_progress_says_how_long_it_takes(planned):
+def test_progress_says_how_long_it_takes(planned, capsys):
     experiment, models, folder = planned()
     runs = main_runs(experiment, models, {"a": 0.001, "b": 0.001})
     log(folder.run(runs[0].folder), 20, train=5.0)
@@ -578,6 +591,16 @@ def test_progress_says_how_long_it_takes(planned):
     folder.run(runs[0].folder).update_state(state=RUNNING)
     line = progress.line(120, progress.start + 50)
     assert line == "120 of 200 updates (60%), 0 of 2 runs done, 2.0 updates/s, 40 s left: a-s1"
+    capsys.readouterr()
+    progress.live = True
+    progress.watch()
+    progress.say("a-s1: done")
+    progress._last_look = 0.0
+    progress.watch()
+    progress.end()
+    progress.end()
+    first, second, last = capsys.readouterr().out.split("\n")
+    assert not last and [len(part) for part in (*first.split("\r"), *second.split("\r"))] == [0, 118, 118, 0, 118]
     assert [duration(seconds) for seconds in (89, 1200, 7260, 400_000)] == ["89 s", "20 min", "2 h 01 min", "4.6 days"]
 
 

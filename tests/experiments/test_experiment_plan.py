@@ -112,6 +112,9 @@ def test_matched_families(tmp_path):
     assert spread_of(models) <= 0.01
     with pytest.raises(UserError, match=r"match.num_experts and match.like exclude each other"):
         plan_models(experiment(tmp_path, text.replace("like:", "num_experts: 2, like:")), VOCAB, configure)
+    for wrong in ("like: foo", "foo: 3, like: smlp_tiny"):
+        with pytest.raises(UserError, match=r"small.yaml: match: unknown .* 'foo'"):
+            plan_models(experiment(tmp_path, text.replace("like: smlp_tiny", wrong)), VOCAB, configure)
     impossible = text.replace("like: smlp_tiny", "flops_per_token: 10.0")
     with pytest.raises(UserError, match=r"no settings of gmlp_lm cost 10 multiply-adds per token; the nearest cost"):
         plan_models(experiment(tmp_path, impossible), VOCAB, configure)
@@ -202,6 +205,12 @@ def test_a_run_with_weights_belongs_to_its_settings(tmp_path):
 def test_a_grid_over_the_model_is_refused(tmp_path):
     text = FILE + "max_spread: 9\ntune: {num_dense_layers: [1, 2], updates: 5}\n"
     with pytest.raises(UserError, match=r"tune.num_dense_layers is a setting of the model"):
+        plan_models(experiment(tmp_path, text), VOCAB, configure)
+
+
+def test_runs_of_a_grid_that_would_share_a_folder_are_refused(tmp_path):
+    text = FILE.replace("sMLP:", "gMLP-x:") + "tune: {lr_scheduler: [x-b, b], updates: 4}\n"
+    with pytest.raises(UserError, match=r"two runs of the grid would share the folder tune/gMLP-x-b: rename a model"):
         plan_models(experiment(tmp_path, text), VOCAB, configure)
 
 

@@ -20,7 +20,7 @@ from smlp.experiments import dry_run, local, speed
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.local import Machine, time_here
 from smlp.experiments.plan import main_runs, tuning_runs
-from smlp.experiments.speed import TimedUpdates, dtype_of
+from smlp.experiments.speed import TimedUpdates, dtype_of, dtype_of_run
 from smlp.nn.decoder import Decoder
 
 
@@ -96,13 +96,24 @@ def test_runs_begin_when_the_grid_has_ended(planned, monkeypatch):
     grid, runs = tuning_runs(experiment, models), main_runs(experiment, models, {"a": 0.001, "b": 0.001})
     first, then, both = (dry_run.estimate(experiment, models, some, 1).seconds for some in (grid, runs, [*grid, *runs]))
     assert both == pytest.approx(first + then)
+    assert dry_run._end_of_the_last([1.0, 2.0], 10**14) == 2.0, "most of so many jobs have nothing to do"
+
+
+def test_a_tuned_precision_is_that_of_the_run(tmp_path):
+    run = Folder(tmp_path).run("runs/a-s1")
+    assert dtype_of_run(run, ["--bf16"]) == torch.bfloat16, "a run of an older version"
+    run.update_state(made_with={"lr": 1.0, "bf16": True})
+    assert dtype_of_run(run, []) == torch.bfloat16
+    run.update_state(made_with={"lr": 1.0, "bf16": False})
+    assert dtype_of_run(run, []) == torch.float32
 
 
 @pytest.mark.parametrize(("timed", "again"), [({}, True), ({"b": 1}, True), ({"a": 1}, False)])
 def test_a_model_that_came_later_is_timed(planned, monkeypatch, timed, again):
-    experiment, models, folder = planned()
+    experiment, models, folder = planned(FILE + "run: {jobs: 8}\n")
     runs = main_runs(experiment, models, {"a": 1.0e-3, "b": 1.0e-3})
     started = []
+    monkeypatch.setattr(local, "num_cores", lambda: 6)
     monkeypatch.setattr(local, "run_chains", lambda chains, jobs, watch: started.append(chains[0].next_step(0)))
     folder.path.mkdir()
     if timed:
@@ -112,6 +123,7 @@ def test_a_model_that_came_later_is_timed(planned, monkeypatch, timed, again):
     folder.run(runs[0].folder).update_state(state=DONE)
     time_here(experiment, folder, runs, Machine(2))
     assert [step.command[-2:] for step in started] == ([[str(folder.path), "9"]] if again else [])
+    assert all(step.environment["OMP_NUM_THREADS"] == "6" for step in started), "no more than there are cores"
 
 
 def test_a_signal_ends_the_timing(planned, monkeypatch):

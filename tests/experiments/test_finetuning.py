@@ -350,6 +350,7 @@ def test_the_papers_row_stands_beside_its_architectures(asked, tmp_path, monkeyp
     object.__setattr__(plan.encoder, "overrides", {})
     paper = results_of(plan, Folder(tmp_path / "out"))["paper"]
     assert paper["scores"] == {"valid": 88.4, "valid1": 88.4} and paper["devlin"] == {}
+    assert "gMLP paper" not in page(results_of(plan, Folder(tmp_path / "out"))), "there is no run to compare with it"
     object.__setattr__(plan, "data", replace(plan.data, metric="acc_and_f1"))
     assert results_of(plan, Folder(tmp_path / "out"))["paper"] is None, "the paper has another metric"
 

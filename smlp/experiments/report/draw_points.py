@@ -86,6 +86,7 @@ def draw_heads(results: Results, styles: dict[str, Style]) -> Figure | None:
         return None
     figure = new_figure(7.0, 4.2, "Number of heads (the paper's Figure 4)")
     axes = figure.subplots()
+    labels = [paper.NAMES.get(group[0][0].family or "", group[0][0].name) for group in groups]
     for place, group in enumerate(groups):
         marker, line = _HEAD_LINES[place % len(_HEAD_LINES)]
         axes.errorbar(
@@ -93,7 +94,7 @@ def draw_heads(results: Results, styles: dict[str, Style]) -> Figure | None:
             [one.mean for _, one in group],
             yerr=[one.half or 0.0 for _, one in group],
             **{"marker": marker, "linestyle": line, "color": styles[group[0][0].name].colour, "capsize": 3},
-            label=paper.NAMES.get(group[0][0].family or "", group[0][0].name),
+            label=labels[place] if labels.count(labels[place]) == 1 else f"{labels[place]}: {group[0][0].name}, ...",
         )
     beside = smlp_beside_heads(results)
     for model, one in _final(results, [beside] if beside else []):

@@ -187,9 +187,12 @@ def zeroshot_table(results: Results) -> Table | None:
                 origin(runs, "zeroshot.json", "mean of tasks.*.accuracy"),
             )
             rows.append(row)
-    chances = {name: _accuracy(scored[0], name, "chance") for name in names}
-    source = origin(scored[:1], "zeroshot.json", "tasks.*.chance")
-    rows.append({"model": label("chance", source)} | {name: amount(chances[name], ".1f", source) for name in names})
+    row = {"model": label("chance", "zeroshot.json: tasks.*.chance")}
+    for name in names:  # of the first run that has it
+        run = next((run for run in scored if _accuracy(run, name, "chance") is not None), scored[0])
+        source = origin([run], "zeroshot.json", f"tasks.{name}.chance")
+        row[name] = amount(_accuracy(run, name, "chance"), ".1f", source)
+    rows.append(row)
     families = {model.paper_name for model in results.models} | {"gpt3"}
     for family, row in paper.TABLE_6.items():
         if family in families:

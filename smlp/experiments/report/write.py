@@ -268,7 +268,8 @@ def _about(results: Results) -> list[str]:
         lines += ["", f"**Left out, because they did not finish: {', '.join(failed)}** (reasons below)."]
     lacking = [run.name for run, _ in problems if run.is_done]
     if lacking:
-        lines += ["", f"**Finished, but diverged or with files missing or damaged: {', '.join(lacking)}** (below)."]
+        what = "Finished, but diverged, failed in a later step, or with files missing or damaged"
+        lines += ["", f"**{what}: {', '.join(lacking)}** (below)."]
     for one in details.data_orders(results):
         if not one.agrees:
             lines += [
