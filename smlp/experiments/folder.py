@@ -143,14 +143,14 @@ class RunFolder:
         Raises:
             UserError: the message names the first setting that differs.
         """
-        if self.is_begun:
-            check_made_with(self.path, self.state()["made_with"], made_with)
+        before = self.state().get("made_with")
+        if before is not None and self.is_begun:
+            check_made_with(self.path, before, made_with)
 
     @property
     def is_begun(self) -> bool:
-        """Return whether it has weights, or had them, that were made with what ``run.json`` says."""
-        state = self.state()
-        return state.get("made_with") is not None and bool(state.get("trained") or self.last_checkpoint().is_file())
+        """Return whether it has weights, or had them."""
+        return bool(self.state().get("trained")) or self.last_checkpoint().is_file()
 
     def claim(self, made_with: dict[str, Any]) -> None:
         """Write down what the run is made with, before it begins.

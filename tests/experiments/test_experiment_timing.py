@@ -182,7 +182,7 @@ def test_a_text_shorter_than_an_update_is_timed_over_and_over(tmp_path, monkeypa
     decoder = smlp.build("gmlp_lm_tiny", vocab_size=40, max_tokens=16, embed_dim=16, ffn_dim=16)
     seen = []
     decoder.register_forward_pre_hook(lambda _, given: seen.extend(given[0].flatten().tolist()))
-    monkeypatch.setattr(speed, "_checkpoint", lambda *of: "checkpoint_last.pt")
+    monkeypatch.setattr(speed, "_trained", lambda *of: folder.run("runs/a-s1"))
     monkeypatch.setattr(speed, "load_pretrained", lambda path: SimpleNamespace(core=decoder))
     monkeypatch.setattr(speed, "read_fairseq_tokens", lambda path: SimpleNamespace(tokens=np.arange(4, 34)))
     found = speed.time_models(folder, rounds=2)
@@ -205,8 +205,8 @@ def test_the_first_update_of_a_turn_is_not_counted(tmp_path, monkeypatch):
     models = [{"name": name, "recipe": []} for name in "ab"]
     folder.experiment.write_text(json.dumps({"batch_size": 2, "tokens_per_sample": 16, "seeds": [1], "models": models}))
     folder.data.write_text(json.dumps({"data": "data-bin"}))
-    monkeypatch.setattr(speed, "_checkpoint", lambda folder, model, experiment: model["name"])
-    monkeypatch.setattr(speed, "load_pretrained", lambda path: SimpleNamespace(core=path))
+    monkeypatch.setattr(speed, "_trained", lambda folder, model, experiment: folder.run(model["name"]))
+    monkeypatch.setattr(speed, "load_pretrained", lambda path: SimpleNamespace(core=path.parent.name))
     monkeypatch.setattr(speed, "read_fairseq_tokens", lambda path: SimpleNamespace(tokens=np.arange(4, 34)))
     monkeypatch.setattr(speed, "TimedUpdates", Timed)
     found = speed.time_models(folder, rounds=2)["models"]
