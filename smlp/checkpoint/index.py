@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smlp.checkpoint.torch_file import read_structure
 from smlp.errors import UserError
-from smlp.files import name_below, regular_file
+from smlp.files import is_missing, name_below, regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def id_range(expert_ids: Sequence[int]) -> str:
 def size_problem(path: str | Path, part: Part) -> str | None:
     """Return the error message for a part that is missing or whose size differs from the index; else None."""
     file = Path(path).parent / part.file
-    if not file.exists():
+    if is_missing(file):
         return (
             f"{file}, with experts {part.experts()} of {path}, is missing: move a checkpoint of several ranks "
             f"together with its folder {PARTS_FOLDER}/ (smlp checkpoint merge makes one file of it)"

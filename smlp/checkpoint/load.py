@@ -6,6 +6,7 @@ The dictionary and the tokenizer are next to the checkpoint, with its data, or i
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -45,11 +46,13 @@ def _folders(path: Path, state: Mapping[str, Any]) -> list[Path]:
 def dictionary_of(path: Path, state: Mapping[str, Any]) -> Path | None:
     """Return the dictionary beside a checkpoint, or else the one in the data that it was trained on, if there is one.
 
+    Data that may not be looked at, such as those of somebody else's checkpoint, are passed over.
+
     Args:
         path: of the checkpoint.
         state: its content.
     """
-    return next((folder / DICTIONARY for folder in _folders(path, state) if (folder / DICTIONARY).is_file()), None)
+    return next((found for place in _folders(path, state) if os.path.isfile(found := place / DICTIONARY)), None)
 
 
 def dictionary_record(checkpoint: Checkpoint) -> Mapping[str, Any] | None:

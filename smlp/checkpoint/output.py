@@ -191,7 +191,9 @@ def write_exported(
     files = text_files(checkpoint, dictionary, tokenizer)
     export = export_of(checkpoint.state, checkpoint.config, checkpoint.num_updates, files)
     _make_folder(target)
+    before = _parts_of(target)
     write_whole(target, lambda file: write_export(file, export, as_safetensors))
+    remove_unused_parts(target.parent, before)
 
 
 def _make_folder(target: Path) -> None:

@@ -93,7 +93,8 @@ def existing_file(path: str | Path) -> Path:
         UserError: it is missing, unreadable, a folder, a named pipe or a device.
     """
     folder = Path(path) if isinstance(path, str | Path) else None
-    if folder and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+    # unlike Path.is_file, it takes what cannot be looked at for absent: regular_file says why it cannot be read
+    if folder and os.path.isfile(folder / "config.json") and any(folder.glob("*.safetensors")):
         raise UserError(of_transformers(folder))
     return regular_file(path, "checkpoint")
 

@@ -79,7 +79,10 @@ def apply() -> None:
         except OSError as error:
             if "Model file not found" not in str(error):
                 raise
-            raise UserError(missing(str(error).partition(": ")[2])) from error
+            path = str(error).partition(": ")[2]
+            if not is_missing(path):  # in a folder that may not be entered
+                existing_file(path)
+            raise UserError(missing(path)) from error
         except RuntimeError as error:
             if "loading state_dict" not in str(error):
                 raise
@@ -242,7 +245,8 @@ def check_file(path: str) -> None:
     try:
         check_records(path)
         structure = read_structure(path)
-        problems = [*_missing_entries(structure, path), *progress_problems(structure, path)]
+        problems = [f"{problem}; {remedy_for(path)}" for problem in _missing_entries(structure, path)]
+        problems += progress_problems(structure, path)
     except OtherClassError:  # torch may know the class, or explains what to do
         return
     except UserError as error:
@@ -251,17 +255,14 @@ def check_file(path: str) -> None:
         raise UserError(problem)
 
 
-def _missing_entries(state: Any, path: str) -> list[str]:
+def _missing_entries(state: Any, path: str | Path) -> list[str]:
     """Return what fairseq lacks in a checkpoint with a configuration; older ones have other entries."""
     if not isinstance(state, Mapping) or not state.get("cfg") or not isinstance(state.get("model"), Mapping):
         return []
     lacking = [entry for entry in ("optimizer_history", "extra_state") if not state.get(entry)]
     if not lacking:
         return []
-    return [
-        f"{path} is damaged: it lacks {' and '.join(lacking)}, which every checkpoint of fairseq-train has; "
-        f"{remedy_for(path)}"
-    ]
+    return [f"{path} is damaged: it lacks {' and '.join(lacking)}, which every checkpoint of fairseq-train has"]
 
 
 def check_restore_file(cfg: Any, trainer: Any) -> str | None:
@@ -435,7 +436,7 @@ def _time_of(path: Path) -> float:
 
 
 def newest_loadable(path: Path, compare: bool = False) -> Path | None:
-    """Return the newest other ``checkpoint*.pt`` next to ``path`` that can be read, or None.
+    """Return the newest other ``checkpoint*.pt`` next to ``path`` that training can resume from, or None.
 
     Args:
         path: of a checkpoint.
@@ -444,7 +445,13 @@ def newest_loadable(path: Path, compare: bool = False) -> Path | None:
     others = [other for other in path.parent.glob("checkpoint*.pt") if other != path]
     for other in sorted(others, key=_time_of, reverse=True):
         try:
-            read_structure(other)
+            state = read_structure(other)
+            is_resumable = isinstance(state, dict) and isinstance(state.get("model"), dict)  # an export is not
+            if not is_resumable or _missing_entries(state, other) or progress_problems(state, other):
+                continue
+            reader = attach(state, other, compare)
+            for part in reader.index.parts if reader else ():
+                reader.open(part)
             if not compare or record_problem(other) is None:
                 return other
         except UserError:

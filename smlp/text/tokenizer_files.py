@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -106,8 +107,8 @@ def check_mark(path: str | Path, first: str) -> None:
 
 
 def find_tokenizer(folders: Sequence[Path]) -> Path | None:
-    """Return the file that names a tokenizer from the first folder that has one."""
-    return next((found for folder in folders for name in TOKENIZERS if (found := folder / name).is_file()), None)
+    """Return the file that names a tokenizer from the first folder that has one; others may not exist, or be closed."""
+    return next((found for folder in folders for name in TOKENIZERS if os.path.isfile(found := folder / name)), None)
 
 
 def files_of(tokenizer: Path) -> dict[str, Path]:

@@ -551,11 +551,29 @@ def test_a_dictionary_is_never_written_over(whole: Path, tmp_path: Path, capsys)
         ([b"whole.pt"], "a checkpoint must be a path, got b'whole.pt'"),
         (["whole.pt", 5], "a dictionary must be a path, got 5"),
         (["whole.pt", None, 5], "a tokenizer must be a path, got 5"),
+        (["w" * 300], "cannot read w+: File name too long"),
     ],
 )
 def test_what_is_no_path_is_named(arguments, said) -> None:
     with pytest.raises(UserError, match=f"^{said}$"):
         smlp.load_pretrained(*arguments)
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_only_what_training_can_resume_from_is_offered_instead(whole: Path, parts: Path, compare: bool) -> None:
+    from smlp.fairseq_compat.loading import newest_loadable
+
+    folder = parts.parent
+    last, split, export, lacking = (folder / f"checkpoint_{name}.pt" for name in ("last", "split", "export", "lacking"))
+    parts.rename(split)
+    os.utime(split, (1, 1))
+    assert newest_loadable(last, compare) == split
+    assert command("merge", whole, "-o", export, "--export") == 0
+    torch.save({"a": 1}, folder / "checkpoint_else.pt")
+    torch.save({**content(whole), "extra_state": None}, lacking)
+    assert newest_loadable(last, compare) == split
+    _an_expert(split).unlink()
+    assert newest_loadable(last, compare) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])

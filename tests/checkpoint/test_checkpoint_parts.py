@@ -87,6 +87,7 @@ def _rewrite(file: Path, **changes) -> None:
     ("damage", "words"),
     [
         (lambda file: file.unlink(), ["experts 0 to 2", "is missing", "together with its folder experts/"]),
+        (lambda file: (file.unlink(), file.symlink_to("gone")), ["is a link to gone", "experts 0 to 2"]),
         (lambda file: os.truncate(file, 1000), ["has 1,000 bytes where the index says", "truncated"]),
         (lambda file: file.write_bytes(bytes(file.stat().st_size)), ["cannot be read"]),
     ],

@@ -272,9 +272,11 @@ def test_force_writes_over_and_no_optimizer_leaves_it_out(whole: Path, tmp_path:
         assert command("split", whole, "-o", target, "--force", "--parts", parts) == 0
         assert len(list(tmp_path.glob("experts/*"))) == folders
     assert command("verify", tmp_path / "y.pt", target) == 0
-    assert command("merge", whole, "-o", target, "--force") == 0  # whose parts go, too
-    assert len(list(tmp_path.glob("experts/*"))) == 1
-    assert command("verify", tmp_path / "y.pt", target) == 0
+    for export in ([], ["--export"]):  # the parts of what they replace go, too
+        assert command("split", whole, "-o", target, "--force", "--parts", 4) == 0
+        assert command("merge", whole, "-o", target, "--force", *export) == 0
+        assert len(list(tmp_path.glob("experts/*"))) == 1
+        assert command("verify", tmp_path / "y.pt", target) == 0
 
 
 MEASURED = """

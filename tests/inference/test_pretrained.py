@@ -149,7 +149,8 @@ def test_the_dictionary_of_another_project_is_refused(checkpoint, tmp_path):
     state = torch.load(path, weights_only=False)
     own = Vocabulary.load(tmp_path / "dict.txt")
     state["extra_state"] = {**(state.get("extra_state") or {}), RECORD: record_of(own.symbols)}
-    state["cfg"]["task"]["data"] = str(tmp_path / "data-bin")
+    closed = "x" * 300  # a folder that cannot be looked at, as one that may not be entered
+    state["cfg"]["task"]["data"] = f"{closed}:{tmp_path / 'data-bin'}"
     torch.save(state, path)
     assert load_pretrained(path).vocabulary.symbols == own.symbols
     (tmp_path / "data-bin").mkdir()
