@@ -61,12 +61,12 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
     files: dict[str, HeldTensor | LazyTensor] = {
         name: bytes_of(folder / name) for name in names if (folder / name).is_file()
     }
-    checkpoint = Checkpoint(path, state, config_of(state, path), files=files, is_export=True)
+    checkpoint = Checkpoint(folder, state, config_of(state, path), files=files, is_export=True)
     size = options.get("vocab_size", checkpoint.config.vocab_size)
     if size != checkpoint.config.vocab_size:
         raise UserError(f"{path}: vocab_size is {size!r:.40}, but the weights have {checkpoint.config.vocab_size}")
     for problem in fit_problems(checkpoint):
-        raise UserError(problem)
+        raise UserError(problem.replace(checkpoint.prefix, _CORE))  # the names in the files
     if DICTIONARY in files:
         _check_same_ids(folder, tokenizer_of(checkpoint).vocabulary)
     return checkpoint
@@ -115,7 +115,8 @@ def _training_options(options: Mapping[str, Any], is_encoder: bool, path: Path) 
     if not isinstance(num_tokens, int):
         raise UserError(f"{path} is damaged: max_tokens is {num_tokens!r:.40}, not a whole number")
     add_bos = not is_encoder and start == Vocabulary.bos
-    own = {"_name": options.get("arch"), "add_bos_token": add_bos}
+    # fairseq knows both types as architectures; a model that was built in transformers has no other name
+    own = {"_name": options.get("arch") or MODEL_TYPES[is_encoder], "add_bos_token": add_bos}
     if is_encoder:
         return {**settings, **own, "max_positions": num_tokens}
     return {**settings, **own, "tokens_per_sample": num_tokens - add_bos}

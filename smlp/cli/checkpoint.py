@@ -199,7 +199,7 @@ def _import(args: argparse.Namespace) -> int:
 
     checkpoint = open_hf_folder(args.path)
     # its tensors are read while the checkpoint is written
-    target = check_target(args.output, list(checkpoint.path.parent.iterdir()), args.force)
+    target = check_target(args.output, list(checkpoint.path.iterdir()), args.force)
     write_one_file(checkpoint, target)
     return _report(target)
 

@@ -7,6 +7,7 @@ import contextvars
 import errno
 import functools
 import logging
+import os
 import pickle
 import re
 import zipfile
@@ -40,6 +41,7 @@ _SHAPED_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 def apply() -> None:
     from fairseq import checkpoint_utils
+    from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename as name_in_shards
     from fairseq.utils import split_paths
 
     load_to_cpu = checkpoint_utils.load_checkpoint_to_cpu
@@ -68,14 +70,21 @@ def apply() -> None:
 
     @functools.wraps(load_ensemble)
     def load_model_ensemble_and_task(
-        filenames: list[str], arg_overrides: dict[str, Any] | None = None, *rest: Any, **kw: Any
+        filenames: list[str],
+        arg_overrides: dict[str, Any] | None = None,
+        task: Any = None,
+        strict: bool = True,
+        suffix: str = "",
+        num_shards: int = 1,
+        state: Any = None,
     ) -> Any:
         # In scoring and generation, ranks have different numbers of batches and lengths, so each holds all experts.
         overrides = {"expert_parallel_size": 1, **(arg_overrides or {})}
         if None in filenames:
             raise UserError("no checkpoint to load: give one with --path")
+        paths = [name_in_shards(name, suffix, 0, num_shards) for name in filenames]
         try:
-            models, cfg, task = load_ensemble(filenames, overrides, *rest, **kw)
+            models, cfg, task = load_ensemble(filenames, overrides, task, strict, suffix, num_shards, state)
         except OSError as error:
             if "Model file not found" not in str(error):
                 raise
@@ -86,11 +95,11 @@ def apply() -> None:
         except RuntimeError as error:
             if "loading state_dict" not in str(error):
                 raise
-            raise UserError(unfitting(", ".join(filenames), error)) from error
+            raise UserError(unfitting(", ".join(paths), error)) from error
         # a task has its options as the one or the other
         if data := getattr(getattr(task, "args", None) or task.cfg, "data", None):
-            for path in filter(Path.is_file, map(Path, filenames)):
-                check_dictionary_of(str(path), split_paths(data)[0], cfg.model, may_differ=False)
+            for path in filter(os.path.isfile, paths):
+                check_dictionary_of(path, split_paths(data)[0], cfg.model, may_differ=False)
         return models, cfg, task
 
     @functools.wraps(resume)

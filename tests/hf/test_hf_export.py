@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from functools import partial
@@ -144,7 +145,10 @@ def test_an_encoder_fills_masks_and_comes_back(tmp_path, capsys):
     want = ours.fill(text)[0]
     assert [one["token"] for one in found] == [one.token for one in want]
     assert [one["score"] for one in found] == pytest.approx([one.probability for one in want], abs=1e-6)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({name: config[name] for name in config if name != "arch"}))
     assert command("checkpoint", "import", folder, "-o", tmp_path / "back" / "checkpoint.pt") == 0
+    assert open_checkpoint(tmp_path / "back" / "checkpoint.pt").arch == "smlp_encoder"  # a name that fairseq knows
     again = smlp.load_pretrained(tmp_path / "back" / "checkpoint.pt")
     assert torch.equal(again(torch.tensor([[0, 5, 2]])), ours(torch.tensor([[0, 5, 2]])))
 
@@ -326,20 +330,29 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     assert "must end in .pt" in named and not (tmp_path / "back.safetensors").exists()
     symbols = (folder / "dict.txt").read_text()
     (folder / "dict.txt").write_text("one 1\n")
-    assert "config.json: dictionary dict.txt has 5 symbols" in refused(
-        capsys, "checkpoint", "import", folder, "-o", out
-    )
+    said = refused(capsys, "checkpoint", "import", folder, "-o", out)
+    assert f"in {folder}: dictionary dict.txt has 5 symbols" in said
     (folder / "dict.txt").write_text("\n".join(reversed(symbols.splitlines())) + "\n")
     assert "one of them belongs to another model" in refused(capsys, "checkpoint", "import", folder, "-o", out)
     (folder / "dict.txt").write_text(symbols)
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [[[1], 0.0]]}}))  # a piece that is no text
+    (folder / "config.json").write_text(json.dumps({**config, "arch": None}))  # as of a model built in transformers
     assert command("checkpoint", "import", folder, "-o", tmp_path / "odd.pt") == 0
+    assert open_checkpoint(tmp_path / "odd.pt").arch == "smlp"  # a name that fairseq knows
     whole = load_file(folder / "model.safetensors")
     save_file(whole | {"value.weight": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
     assert command("checkpoint", "import", folder, "-o", tmp_path / "more.pt") == 0
     assert "left out, as no part of the model: value.weight" in capsys.readouterr().err
     save_file(whole | {"core.norm.bias": torch.zeros(2).to(torch.float8_e4m3fn)}, folder / "model.safetensors")
     assert "'core.norm.bias' is of type F8_E4M3" in refused(capsys, "checkpoint", "import", folder, "-o", out)
+    bias = whole.pop("core.norm.bias")
+    for change, words in (
+        ({"core.norm.bias": bias * torch.nan}, "core.norm.bias of {} is not finite"),
+        ({}, "{} does not fit .*: it lacks core.norm.bias"),
+    ):
+        save_file(whole | change, folder / "model.safetensors")
+        said = refused(capsys, "checkpoint", "import", folder, "-o", out)
+        assert re.search(f"error: {words.format(folder)}", said), said
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     assert "neither model.safetensors nor" in refused(capsys, "checkpoint", "import", folder, "-o", out)
     index = folder / "model.safetensors.index.json"
