@@ -26,7 +26,7 @@ from smlp.checkpoint.torch_file import OtherClassError, check_records, existing_
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 from smlp.fairseq_compat.saving import remove_leftovers
-from smlp.fairseq_compat.stopping import DEFAULT_RESTORE_FILE, leave_if_done
+from smlp.fairseq_compat.stopping import DEFAULT_RESTORE_FILE, leave_if_done, without_suffix
 from smlp.files import is_missing
 from smlp.text.tokenizer import Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY, SENTENCES, SPECIAL_SYMBOLS, record_in
@@ -303,10 +303,11 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
             raise UserError(f"{option}: {missing(path)}")
         return path
     if not cfg.no_last_checkpoints:
-        newest = newest_loadable(last)
+        newest = newest_loadable(last, suffix=suffix)
         if newest is not None:
             logger.warning(
-                f"{last} does not exist: starting from scratch. To continue from {newest}, use --restore-file"
+                f"{last} does not exist: starting from scratch. To continue, use --restore-file "
+                f"{without_suffix(newest, suffix)}"
             )
     return None
 
@@ -444,14 +445,15 @@ def _time_of(path: Path) -> float:
         return float("-inf")
 
 
-def newest_loadable(path: Path, compare: bool = False) -> Path | None:
+def newest_loadable(path: Path, compare: bool = False, suffix: str = "") -> Path | None:
     """Return the newest other ``checkpoint*.pt`` next to ``path`` that training can resume from, or None.
 
     Args:
         path: of a checkpoint.
         compare: whether all bytes of the other one are compared with its checksums.
+        suffix: ``--checkpoint-suffix``, which the other one has, too.
     """
-    others = [other for other in path.parent.glob("checkpoint*.pt") if other != path]
+    others = [other for other in path.parent.glob("checkpoint*.pt") if other != path and other.stem.endswith(suffix)]
     for other in sorted(others, key=_time_of, reverse=True):
         try:
             state = read_structure(other)

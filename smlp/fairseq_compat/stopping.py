@@ -102,6 +102,11 @@ def _save_and_leave(trainer: Any) -> None:
     sys.exit(EXIT_STOPPED)
 
 
+def without_suffix(path: str | Path, suffix: str) -> str:
+    """Return the name that ``--restore-file`` takes for a checkpoint: fairseq adds ``--checkpoint-suffix`` to it."""
+    return f"{str(path).removesuffix(f'{suffix}.pt')}.pt"
+
+
 def how_to_resume(config: Any, path: str, suffix: str = "") -> str:
     """Return how training resumes from a checkpoint that was just saved, as the end of a sentence.
 
@@ -115,7 +120,7 @@ def how_to_resume(config: Any, path: str, suffix: str = "") -> str:
     without = [option for option in resets if getattr(config, option[2:].replace("-", "_"))]
     added = ""
     if Path(path).name != last.name and (config.no_last_checkpoints or config.write_checkpoints_asynchronously):
-        added = f" with --restore-file {path}"
+        added = f" with --restore-file {without_suffix(path, suffix)}"
         without += ["--finetune-from-model"] if config.finetune_from_model else []
     elif config.restore_file != DEFAULT_RESTORE_FILE:
         given = Path(config.restore_file.replace(".pt", suffix + ".pt"))

@@ -21,6 +21,7 @@ from running import TINY_LM, USER_DIR, Finished
 from smlp import files
 from smlp.cli.train import prepare
 from smlp.errors import UserError
+from smlp.fairseq_compat import loading
 from smlp.fairseq_compat.data import check_dictionary, check_folders, check_split, check_text
 from smlp.fairseq_compat.loading import check_dictionary_of, check_file, check_restore_file
 from smlp.fairseq_compat.needs import has_averages
@@ -543,6 +544,28 @@ def test_a_finetuned_run_goes_on_without_what_it_began_with(tmp_path: Path) -> N
         check_restore_file(cfg, SimpleNamespace(checkpoint_suffix=""))
     (tmp_path / "checkpoint_last.pt").touch()
     check_restore_file(cfg, SimpleNamespace(checkpoint_suffix=""))
+
+
+def test_a_suffix_is_a_part_of_names(tmp_path: Path, monkeypatch, caplog) -> None:
+    from fairseq import checkpoint_utils
+
+    path = save(tmp_path, "base_lm_tiny", "checkpoint_1_3_a.pt")
+    (tmp_path / "checkpoint_1_4.pt").write_bytes(path.read_bytes())  # of a run without the suffix
+    cfg = SimpleNamespace(save_dir=str(tmp_path), restore_file="checkpoint_last.pt", finetune_from_model=None)
+    cfg.no_last_checkpoints = False
+    check_restore_file(cfg, SimpleNamespace(checkpoint_suffix="_a"))
+    assert f"To continue, use --restore-file {tmp_path}/checkpoint_1_3.pt" in caplog.text
+
+    (tmp_path / "data").mkdir()
+    symbols = (tmp_path / "dict.txt").read_text().splitlines()
+    (tmp_path / "data" / "dict.txt").write_text("\n".join(reversed(symbols)) + "\n")
+    found = SimpleNamespace(model=SimpleNamespace(other_dictionary=False)), SimpleNamespace(cfg=cfg)
+    cfg.data = str(tmp_path / "data")
+    for name in ("load_checkpoint", "load_checkpoint_to_cpu", "load_model_ensemble_and_task"):
+        monkeypatch.setattr(checkpoint_utils, name, lambda *args: ([], *found))
+    loading.apply()
+    with pytest.raises(UserError, match=r"checkpoint_1_3_a.pt was trained with the dictionary"):
+        checkpoint_utils.load_model_ensemble_and_task([f"{tmp_path}/checkpoint_1_3.pt"], suffix="_a")
 
 
 def test_a_dictionary_that_its_manifest_does_not_know_is_refused(tmp_path: Path) -> None:

@@ -188,6 +188,11 @@ def test_before_the_first_update_a_signal_ends_the_process(runs) -> None:
             "the same command with --restore-file {}/checkpoint_1_6.pt resumes from it",
         ),
         (
+            {"no_last_checkpoints": True, "checkpoint_suffix": "_a"},
+            "checkpoint_1_6_a.pt",
+            "the same command with --restore-file {}/checkpoint_1_6.pt resumes from it",  # fairseq adds it again
+        ),
+        (
             {"write_checkpoints_asynchronously": True, "finetune_from_model": "a.pt"},
             "checkpoint1.pt",
             "the same command with --restore-file {}/checkpoint1.pt without --finetune-from-model resumes from it",
@@ -205,4 +210,4 @@ def test_the_last_line_says_with_which_command_training_resumes(tmp_path: Path, 
     )
     for option, value in options.items():
         setattr(config, option, value.format(tmp_path) if isinstance(value, str) else value)
-    assert how_to_resume(config, str(tmp_path / name)) == said.format(tmp_path)
+    assert how_to_resume(config, str(tmp_path / name), options.get("checkpoint_suffix", "")) == said.format(tmp_path)
