@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
         elif not _is_step(of_parameter.get("step", 0)):
             problems.append(
                 f"{path} is damaged: the optimizer's step of parameter {number} is {of_parameter['step']!r:.60}, not a "
-                "number of at least 0; --reset-optimizer starts with new moments"
+                "finite number of at least 0; --reset-optimizer starts with new moments"
             )
     return problems
 
@@ -80,7 +81,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_step(value: Any) -> bool:
-    return _is_number(value) and not (isinstance(value, numbers.Real) and value < 0)
+    return _is_number(value) and not (isinstance(value, numbers.Real) and not 0 <= value < math.inf)
 
 
 def _kind(of_parameter: Mapping[str, Any]) -> tuple[int, bool]:

@@ -24,13 +24,13 @@ _SIZES = ("max_tokens", "vocab_size", "embed_dim", "ffn_dim", "num_dense_layers"
 def problems_of(path: str | Path) -> list[str]:
     """Return what is wrong with a checkpoint, one sentence each.
 
-    All its bytes are read and compared with their checksums.
+    All its bytes are read and compared with their checksums, and all weights are looked at.
     """
     problems = file_problems(path)
     if not problems:
         try:
             checkpoint = open_checkpoint(path)
-            problems = fit_problems(checkpoint)
+            problems = fit_problems(checkpoint, reads_weights=True)
             if checkpoint.is_export:
                 tokenizer_of(checkpoint)
         except UserError as error:

@@ -128,8 +128,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def fit_problems(checkpoint: Checkpoint) -> list[str]:
-    """Return where the tensors do not fit the configuration, or have weights that are not finite, one sentence each."""
+def fit_problems(checkpoint: Checkpoint, reads_weights: bool | None = None) -> list[str]:
+    """Return where the tensors do not fit the configuration, or have weights that are not finite, one sentence each.
+
+    Args:
+        checkpoint: to look at.
+        reads_weights: whether to read the weights; by default, unless the environment says not to check any.
+    """
+    if reads_weights is None:
+        reads_weights = is_verifying()
     path, skeleton, prefix = checkpoint.path, checkpoint.skeleton, checkpoint.prefix
     wanted = {prefix + name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
     is_real = {prefix + name: tensor.is_floating_point() for name, tensor in skeleton.state_dict().items()}
@@ -154,7 +161,7 @@ def fit_problems(checkpoint: Checkpoint) -> list[str]:
     if len(kinds) > 1:
         problems.append(f"{path} has weights of several types: {', '.join(sorted(map(str, kinds)))}")
     problems += _moment_problems(checkpoint)
-    return problems or ([*_infinite_weights(checkpoint), *_unknown_experts(checkpoint)] if is_verifying() else [])
+    return problems or ([*_infinite_weights(checkpoint), *_unknown_experts(checkpoint)] if reads_weights else [])
 
 
 def _infinite_weights(checkpoint: Checkpoint) -> list[str]:

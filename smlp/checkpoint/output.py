@@ -63,8 +63,9 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
     if target.exists():
         if any(os.path.samefile(target, path) for path in inputs if os.path.exists(path)):
             raise UserError(f"{target} is an input: write to another file")
-        if target.resolve().parent.parent.name == PARTS_FOLDER:
-            raise UserError(f"{target} belongs to checkpoints in {target.resolve().parents[2]}: write to another file")
+        folder = target.resolve().parent
+        if folder.parent.name == PARTS_FOLDER and folder.name.startswith("update_"):
+            raise UserError(f"{target} belongs to checkpoints in {folder.parents[1]}: write to another file")
         if not force:
             raise UserError(f"{target} exists: --force overwrites it")
     return target

@@ -185,6 +185,7 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
     def __init__(self, data: bytes, version: FileVersion, records: Mapping[str, zipfile.ZipInfo]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._version, self._records = version, records
+        self._held: dict[Any, HeldTensor] = {}
 
     def persistent_load(self, reference: tuple) -> _Storage:
         kind, dtype, key, _location, numel = reference
@@ -221,8 +222,11 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         offset = self._begin_of(record) + start * itemsize
         if stride == _contiguous(shape) or numel == 0 or all(size == 1 for size in shape):
             return StoredTensor(self._version, offset, storage.dtype, shape)
-        flat = StoredTensor(self._version, offset, storage.dtype, (span,)).load()
-        return HeldTensor(flat.as_strided(shape, stride))
+        view = storage, start, shape, stride
+        if view not in self._held:  # it is loaded once, however often the file refers to it
+            flat = StoredTensor(self._version, offset, storage.dtype, (span,)).load()
+            self._held[view] = HeldTensor(flat.as_strided(shape, stride))
+        return self._held[view]
 
     def _begin_of(self, record: zipfile.ZipInfo) -> int:
         """Return the offset in the file at which the bytes of a record begin."""

@@ -175,6 +175,8 @@ def upcycled(
         raise UserError(
             "--centroid-init-gain would not be used: --router-scale says how the router of copied blocks starts"
         )
+    if "spatial_bias_init" in overrides:  # ignored_settings has refused it for other blocks
+        raise UserError("--spatial-bias-init would not be used: new blocks start with a bias of 0 and add nothing")
     with without_weights():
         shapes = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
     making = _Making(dense, config, shapes, router_scale, seed, frequencies_V)

@@ -329,6 +329,10 @@ def test_moments_of_two_kinds_without_axes_are_no_error() -> None:
         (lambda s: s.update(last_optimizer_state="x"), ["last_optimizer_state is 'x'"]),
         (lambda s: s["last_optimizer_state"].update(state="x"), ["not stored by parameter"]),
         (lambda s: s["last_optimizer_state"]["state"][3].pop("exp_avg"), ["parameter 3 lacks exp_avg, which"]),
+        *(
+            (lambda s, v=v: s["last_optimizer_state"]["state"][3].update(step=v), [f"step of parameter 3 is {v}, not"])
+            for v in (-1, float("nan"), float("inf"))
+        ),
         (
             lambda s: [s["last_optimizer_state"]["state"][3].pop(name) for name in ("exp_avg", "exp_avg_sq")],
             ["parameter 3 lacks exp_avg, exp_avg_sq, which"],
@@ -600,7 +604,7 @@ def test_integers_are_no_weights(whole: Path, dtype) -> None:
         (["extra_state", "train_iterator", "epoch"], 10**15, "epoch is 1000000000000000, but must be"),
         (["extra_state", "previous_training_time"], "long", "previous_training_time is 'long', not a number"),
         (["last_optimizer_state", "state"], {"a": {}}, "optimizer state is not stored by parameter"),
-        (["last_optimizer_state", "state", 0, "step"], -5, "step of parameter 0 is -5, not a number of at least 0"),
+        (["last_optimizer_state", "state", 0, "step"], -5, "step of parameter 0 is -5, not a finite number"),
     ],
 )
 def test_a_position_in_training_that_cannot_be_is_named(whole: Path, tmp_path: Path, way, value, said, capsys) -> None:

@@ -146,7 +146,7 @@ def test_the_average_is_the_mean(tmp_path: Path, arch: str, monkeypatch) -> None
     assert differences(content(one)["model"], models[0]) == []
 
 
-def test_weights_that_are_not_finite_are_refused(whole: Path, tmp_path: Path, capsys) -> None:
+def test_weights_that_are_not_finite_are_refused(whole: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     state, path, output = content(whole), tmp_path / "nan.pt", tmp_path / "out.pt"
     next(iter(state["model"].values()))[-1, 0] = float("inf")
     torch.save(state, path)
@@ -155,6 +155,8 @@ def test_weights_that_are_not_finite_are_refused(whole: Path, tmp_path: Path, ca
     with pytest.raises(UserError, match="is not finite"):
         smlp.load_pretrained(path)
     assert not output.exists()
+    monkeypatch.setenv("SMLP_VERIFY_CHECKPOINTS", "0")
+    assert f"decoder.core.embedding.weight of {path} is not finite" in refused(capsys, "verify", path)
 
 
 def test_tables_that_name_experts_that_are_not_there_are_refused(tmp_path: Path, capsys) -> None:
@@ -277,6 +279,8 @@ def test_force_writes_over_and_no_optimizer_leaves_it_out(whole: Path, tmp_path:
         assert command("merge", whole, "-o", target, "--force", *export) == 0
         assert len(list(tmp_path.glob("experts/*"))) == 1
         assert command("verify", tmp_path / "y.pt", target) == 0
+    own = tmp_path / "experts" / "run1" / "a.pt"  # in no folder of parts
+    assert [command("merge", whole, "-o", own, *force) for force in ([], ["--force"])] == [0, 0]
 
 
 MEASURED = """

@@ -103,6 +103,11 @@ def test_one_tensor_with_two_names_is_written_once(tmp_path: Path) -> None:
     assert (tmp_path / "b.pt").stat().st_size < 6000
     loaded = torch.load(tmp_path / "b.pt", weights_only=True)
     assert torch.equal(loaded["a"], shared) and torch.equal(loaded["b"], shared)
+    turned = torch.randn(30, 40)
+    torch.save([turned.t(), turned.t(), turned[:, :7]], tmp_path / "c.pt")
+    first, again, other = read_structure(tmp_path / "c.pt")
+    assert first is again, "what is not contiguous is in memory, but once"
+    assert torch.equal(first.load(), turned.t()) and torch.equal(other.load(), turned[:, :7])
 
 
 class Anything:

@@ -283,6 +283,7 @@ def test_from_an_export_and_to_parts(tmp_path: Path) -> None:
             ["--arch", "base_lm", "--num-sparse-layers", "1", "--centroid-init-gain", "0.5"],
             ["--centroid-init-gain would not be used: --router-scale"],
         ),
+        ("gmlp_lm_tiny", ["--arch", "smlp_tiny", "--spatial-bias-init", "1"], ["--spatial-bias-init would not be"]),
         ("dense_lm_tiny", ["--arch", "base_lm", "--seed", str(2**90)], ["--seed must be at most"]),
         (
             "dense_lm_tiny",
