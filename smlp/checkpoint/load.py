@@ -125,7 +125,8 @@ def tokenizer_of(
 
 
 def _check_dictionary(path: Path, vocabulary: Vocabulary, checkpoint: Checkpoint) -> None:
-    """Refuse a dictionary of the right size whose symbols are not those of the checkpoint's own, if it has one.
+    """Refuse a dictionary of the right size whose symbols are not those of the checkpoint's own, if it has one
+    that can be read.
 
     Raises:
         UserError: the message names both files.
@@ -133,7 +134,10 @@ def _check_dictionary(path: Path, vocabulary: Vocabulary, checkpoint: Checkpoint
     own = checkpoint.path if checkpoint.is_export else dictionary_of(checkpoint.path, checkpoint.state)
     if own is None or (own.exists() and own.samefile(path)):
         return
-    held = tokenizer_of(checkpoint).vocabulary if checkpoint.is_export else Vocabulary.load(own)
+    try:
+        held = tokenizer_of(checkpoint).vocabulary if checkpoint.is_export else Vocabulary.load(own)
+    except UserError:  # it is damaged, and the user names another one in its place
+        return
     if checkpoint.config.is_bidirectional and not checkpoint.is_export:
         held = held.with_mask()
     symbols = zip(vocabulary.symbols, held.symbols, strict=False)

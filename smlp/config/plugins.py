@@ -14,6 +14,8 @@ from smlp.errors import UserError
 
 #: environment variable that names the files, separated as in PATH; all processes of a run inherit it
 VARIABLE = "SMLP_PLUGINS"
+#: files that were run, or began to be
+_run: set[Path] = set()
 
 
 def named_files(value: str) -> list[Path]:
@@ -46,6 +48,7 @@ def import_file(path: Path) -> None:
     Raises:
         UserError: it fails; the message names the line.
     """
+    _run.add(path)
     files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
     if any(Path(file).resolve() == path for file in files if file.endswith(path.name)):
         return
@@ -62,7 +65,7 @@ def import_file(path: Path) -> None:
         del sys.modules[name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
-        where = None if isinstance(error, SyntaxError) else _place(error, [path])  # a SyntaxError names its line
+        where = None if isinstance(error, SyntaxError) else _place(error, {path})  # a SyntaxError names its line
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{VARIABLE}: {where or path} cannot be loaded: {reason}") from error
 
@@ -71,12 +74,11 @@ def fault(error: BaseException) -> str | None:
     """Return the message for an exception that the code of a plug-in raised; None for any other error."""
     if not isinstance(error, Exception):
         return None
-    words = os.environ.get(VARIABLE, "").split(os.pathsep)
-    where = _place(error, [_path_of(word).resolve() for word in words if word])
+    where = _place(error, _run)
     return where and f"{VARIABLE}: {where} failed: {type(error).__name__}: {error}"
 
 
-def _place(error: BaseException, files: list[Path]) -> str | None:
+def _place(error: BaseException, files: set[Path]) -> str | None:
     """Return the last file among ``files`` that an error passed through, and the line there; None without one."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{frame.filename}, line {frame.lineno}," for frame in frames if Path(frame.filename) in files]

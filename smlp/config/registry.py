@@ -10,6 +10,7 @@ import importlib
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -89,7 +90,9 @@ _BUILT_IN = ("smlp.config.presets", "smlp.moe.routers", "smlp.nn.blocks")
 _TABLES = (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS, ARCHITECTURES)
 #: ``SMLP_PLUGINS`` when its files were loaded; its relative paths were resolved in the working directory of that time
 _loaded: str | None = None
-_is_loading = False
+#: threads that are inside load()
+_loading: set[int] = set()
+_lock = threading.RLock()
 
 
 def load() -> None:
@@ -98,19 +101,21 @@ def load() -> None:
     Raises:
         UserError: a file is missing or fails; nothing of it stays registered.
     """
-    global _is_loading, _loaded
-    wanted = os.environ.get(plugins.VARIABLE, "")
-    if wanted == _loaded or _is_loading:  # _is_loading: a plug-in looks something up while it is loaded
+    global _loaded
+    wanted, thread = os.environ.get(plugins.VARIABLE, ""), threading.get_ident()
+    if wanted == _loaded or thread in _loading:  # a plug-in looks something up while it is loaded
         return
-    _is_loading = True
+    _loading.add(thread)
     try:
         for module in _BUILT_IN:
-            importlib.import_module(module)
-        for path in plugins.named_files(wanted):
-            _load_file(path)
-        _loaded = wanted
+            importlib.import_module(module)  # if another thread imports it, this waits
+        with _lock:
+            if wanted != _loaded:
+                for path in plugins.named_files(wanted):
+                    _load_file(path)
+                _loaded = wanted
     finally:
-        _is_loading = False
+        _loading.discard(thread)
 
 
 def _load_file(path: Path) -> None:

@@ -235,6 +235,8 @@ def check_numbers(values: Mapping[str, Any]) -> None:
 
 
 def _as_text(limit: Limit, value: float) -> str:
+    if value < limit.lowest == -_LARGEST:
+        return f"at least {-_LARGEST}"
     low = "above 0" if limit.lowest == sys.float_info.min else f"at least {limit.lowest:.0f}"
     if value > limit.highest == _LARGEST:
         return f"{low} and at most {_LARGEST}"

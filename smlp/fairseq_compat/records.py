@@ -166,7 +166,7 @@ def _powers(length: int, device: torch.device) -> Tensor:
 
 
 def write_environment(path: Path, device: torch.device, world_size: int) -> None:
-    """Add the line of a start.
+    """Add the line of a start, on a line of its own also behind one that was cut off.
 
     Args:
         path: the file.
@@ -185,7 +185,9 @@ def write_environment(path: Path, device: torch.device, world_size: int) -> None
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        with path.open("ab+") as file:
+            file.seek(max(file.tell() - 1, 0))
+            is_cut_off = file.read(1) not in (b"", b"\n")
+            file.write(b"\n" * is_cut_off + json.dumps(record).encode() + b"\n")
     except OSError as error:
         raise UserError(f"--environment-file {path} cannot be written: {error.strerror}") from None

@@ -64,11 +64,12 @@ def check_fit(
                     f"{config.max_tokens} with --prefix-fraction {config.prefix_fraction} asks for {ours[-1]} "
                     f"after a prefix of {config.prefix_tokens}"
                 )
-            option = "--max-positions or --tokens-per-sample" if config.is_bidirectional else "--tokens-per-sample"
+            other = "--max-positions" if config.is_bidirectional else "--max-target-positions"
             may_differ_by_start = not config.is_bidirectional and abs(theirs[-1] - ours[-1]) == 1
             more = " (--add-bos-token adds one)" if may_differ_by_start else ""
             raise UserError(
-                f"the checkpoint has a context of {theirs[-1]} tokens but {option} asks for a model of {ours[-1]}{more}"
+                f"the checkpoint has a context of {theirs[-1]} tokens but --tokens-per-sample or {other} asks for a "
+                f"model of {ours[-1]}{more}"
             )
         if name.endswith(".core.positions") and theirs[0] != ours[0]:
             raise UserError(f"the checkpoint has positions for {theirs[0]} tokens, and this run asks for {ours[0]}")

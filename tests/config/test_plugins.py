@@ -277,6 +277,24 @@ def test_a_relative_path_counts_from_where_the_process_was(tmp_path, monkeypatch
     assert "cosine" in ROUTERS
     monkeypatch.chdir(tmp_path)
     assert smlp.preset("cosine_lm_tiny").router == "cosine"
+    with pytest.raises(AttributeError) as raised:
+        ROUTERS["cosine"].build(None)
+    assert "cosine_router.py, line " in plugins.fault(raised.value)
+
+
+def test_a_thread_that_looks_something_up_meanwhile_waits(tmp_path, monkeypatch):
+    """The file gives the thread time to find what is not there yet."""
+    (tmp_path / "slow.py").write_text(
+        "import threading\nfrom smlp.config.registry import ARCHITECTURES\n"
+        "from smlp.extend import register_architecture\nfound = []\n"
+        "thread = threading.Thread(target=lambda: found.append('mine' in ARCHITECTURES))\n"
+        "thread.start()\nthread.join(0.05)\nregister_architecture('mine', like='smlp')\n"
+    )
+    monkeypatch.setenv(plugins.VARIABLE, str(tmp_path / "slow.py"))
+    assert smlp.preset("mine")
+    slow = next(module for name, module in sys.modules.items() if name.startswith("smlp_plugin_slow_"))
+    slow.thread.join(30)
+    assert slow.found == [True]
 
 
 def test_choices_of_own_settings_are_checked_and_shown(tmp_path, monkeypatch):

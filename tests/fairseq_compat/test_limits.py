@@ -45,6 +45,13 @@ def parse(*words: str, task: bool = True) -> argparse.Namespace:
     return options.parse_args_and_arch(options.get_training_parser(), [*given, *arch, *words])
 
 
+@pytest.mark.parametrize("name", ["stop_min_lr", "decay_rate", "no_answer_threshold"])
+@pytest.mark.parametrize("value", [-1e30, -math.inf])
+def test_what_is_below_all_numbers_is_told_so(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=re.escape(f"must be at least {1 - 2**63}, got {value}")):
+        check_numbers({name: value})
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_borders_of_each_option(name: str) -> None:
     lowest, highest, why = LIMITS[name]

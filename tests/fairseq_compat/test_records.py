@@ -181,6 +181,17 @@ def test_a_record_that_was_cut_goes_on(tmp_path, content):
     assert [json.loads(line)["update"] for line in path.read_text().splitlines()] == [1, 2][b"5" not in content :]
 
 
+def test_a_start_begins_a_line_behind_one_that_was_cut_off(tmp_path):
+    path = tmp_path / "e.jsonl"
+    for content in ("", '{"start": "2026-01-01", "world_'):
+        path.write_text(content)
+        for _ in range(2):
+            write_environment(path, torch.device("cpu"), 1)
+        lines = path.read_text().splitlines()
+        assert lines[: len(lines) - 2] == [content] * bool(content)
+        assert [json.loads(line)["world_size"] for line in lines[-2:]] == [1, 1]
+
+
 def test_an_environment_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--environment-file .*file/e.jsonl cannot be written: "):

@@ -128,6 +128,7 @@ def test_dictionary_with_the_data_or_by_name(checkpoint, tmp_path):
     (tmp_path / "data" / "input0" / "dict.txt").rename(tmp_path / "words.txt")
     with pytest.raises(smlp.UserError, match=r"no dict\.txt beside"):
         load_pretrained(path)
+    (tmp_path / "dict.txt").write_text("damaged\n")
     assert len(load_pretrained(path, dictionary=tmp_path / "words.txt").vocabulary) == 14
 
 

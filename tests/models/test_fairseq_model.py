@@ -205,16 +205,19 @@ def test_which_settings_of_a_checkpoint_count(arch, then, now, said):
     assert changed_settings(then, now) == said
 
 
+ASKS = "64 tokens but --tokens-per-sample or --max-target-positions asks for a model of"
+
+
 @pytest.mark.parametrize(
     ("arch", "now", "said"),
     [
         (
             "gmlp_lm_tiny",
             {"max_tokens": 65},
-            r"64 tokens but --tokens-per-sample asks for a model of 65 \(--add-bos-token adds one\)",
+            rf"{ASKS} 65 \(--add-bos-token adds one\)",
         ),
-        ("gmlp_lm_tiny", {"max_tokens": 80}, "64 tokens but --tokens-per-sample asks for a model of 80$"),
-        ("smlp_partial_tiny", {"max_tokens": 80}, "64 tokens but --tokens-per-sample asks for a model of 80$"),
+        ("gmlp_lm_tiny", {"max_tokens": 80}, f"{ASKS} 80$"),
+        ("smlp_partial_tiny", {"max_tokens": 80}, f"{ASKS} 80$"),
         (
             "smlp_partial_tiny",
             {"prefix_fraction": 0.5},
