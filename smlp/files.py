@@ -177,7 +177,7 @@ def check_folder(path: str | Path, option: str, what: str) -> None:
     Raises:
         UserError: the message names the option.
     """
-    if Path(path).exists() and not Path(path).is_dir():
+    if os.path.exists(path) and not os.path.isdir(path):
         raise UserError(f"{option} {path} is a file: name a folder for {what}")
     if problem := not_writable(Path(path)):
         raise UserError(f"{option}: {problem}")
@@ -185,7 +185,10 @@ def check_folder(path: str | Path, option: str, what: str) -> None:
 
 def not_writable(folder: Path) -> str:
     """Say why nothing can be written to a folder that may not exist yet; "" if it can."""
-    place = existing(folder)
+    try:
+        place = existing(folder)
+    except OSError as error:
+        return f"{folder} cannot be reached: {error.strerror}"
     if not place.is_dir():
         return f"{folder} cannot be made: {place} is not a folder"
     return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written to"
@@ -284,8 +287,8 @@ def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> 
         UserError: another process is at work there, or the folder cannot be written to.
     """
     folder, named = Path(folder), f"{option} {folder}".strip()
-    is_new = not folder.exists()
     try:
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         lock = _opened_lock(folder / _LOCK)
     except BlockingIOError as error:

@@ -22,15 +22,15 @@ def named_files(value: str) -> list[Path]:
     """Return the files that a value of the variable names, in order, without repetitions.
 
     Raises:
-        UserError: there is no such file.
+        UserError: there is no such file, or its folder may not be entered.
     """
     files: dict[Path, None] = {}
     for word in value.split(os.pathsep):
         if not word:
             continue
         path = _path_of(word)
-        if not path.is_file():
-            raise UserError(f"{VARIABLE} names {word}, which is not a file")
+        if not os.path.isfile(path):
+            raise UserError(f"{VARIABLE} names {word}, which is not a file that can be read")
         files[path.resolve()] = None
     return list(files)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
+from smlp.files import regular_file
 from smlp.text.binarized import (
     MAGIC,
     OLDER_MAGIC,
@@ -161,7 +162,7 @@ def check_folders(directories: Sequence[str | Path]) -> None:
     check_dictionary(directories[0])
     ours = Path(directories[0]) / "dict.txt"
     for theirs in (Path(directory) / "dict.txt" for directory in directories[1:]):
-        if not theirs.is_file() or theirs.read_bytes() == ours.read_bytes():
+        if not theirs.is_file() or regular_file(theirs).read_bytes() == ours.read_bytes():
             continue
         pairs = zip(Vocabulary.load(ours).symbols, Vocabulary.load(theirs).symbols, strict=False)
         other = next(((place, *pair) for place, pair in enumerate(pairs) if pair[0] != pair[1]), None)

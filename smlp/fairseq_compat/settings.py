@@ -24,6 +24,7 @@ from smlp.errors import UserError
 from smlp.fairseq_compat.limits import check_numbers
 from smlp.fairseq_compat.needs import check_needs
 from smlp.fairseq_compat.saving import own_save_dir
+from smlp.files import check_folder
 from smlp.parallel import ExpertLayout
 
 #: optimizers that treat every element of a parameter alike, so that expert placement does not matter
@@ -162,9 +163,7 @@ def check_profiling(cfg: Any) -> None:
         return
     if num_updates is None:
         raise UserError(f"--profile-dir {folder} has no effect without --profile-updates (smlp train: --profile)")
-    existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write to --profile-dir {folder}: {existing} is not a folder that can be written to")
+    check_folder(folder, "--profile-dir", "the profiles")
 
 
 def _check_log_file(cfg: Any) -> None:
@@ -173,12 +172,15 @@ def _check_log_file(cfg: Any) -> None:
         return
     path = Path(cfg.common.log_file).absolute()
     reason = None
-    if not path.parent.is_dir():
-        reason = f"there is no folder {path.parent}"
-    elif path.exists() and not path.is_file():
-        reason = "it is not a regular file"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "permission denied"
+    try:
+        if not path.parent.is_dir():
+            reason = f"there is no folder {path.parent}"
+        elif path.exists() and not path.is_file():
+            reason = "it is not a regular file"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            reason = "permission denied"
+    except OSError as error:
+        reason = error.strerror
     if reason is not None:
         raise UserError(f"cannot write --log-file {cfg.common.log_file}: {reason}")
 

@@ -268,7 +268,7 @@ def test_a_missing_file_is_named(monkeypatch, capsys, name):
     monkeypatch.setenv(plugins.VARIABLE, name)
     assert main.main(["flops", "--arch", "smlp_tiny"]) == 1
     error = capsys.readouterr().err
-    assert error == f"smlp: error: SMLP_PLUGINS names {name}, which is not a file\n"
+    assert error == f"smlp: error: SMLP_PLUGINS names {name}, which is not a file that can be read\n"
 
 
 def test_a_relative_path_counts_from_where_the_process_was(tmp_path, monkeypatch):

@@ -189,7 +189,7 @@ def test_wrong_options_are_refused_before_anything_is_built(runs):
     folder, outcomes = runs
     run = outcomes["no folder"]
     (error,) = [line for line in run.errors if line.startswith("smlp: error: ")]
-    assert run.rc == 1 and "cannot write to --profile-dir /dev/null/x: /dev/null is not a folder" in error
+    assert run.rc == 1 and "--profile-dir: /dev/null/x cannot be made: /dev/null is not a folder" in error
     assert "num. shared model params" not in run.stdout and not (folder / "no folder").exists()
 
 

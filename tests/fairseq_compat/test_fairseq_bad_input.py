@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from functools import partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,11 +23,13 @@ from running import TINY_LM, USER_DIR, Finished
 
 from smlp import files
 from smlp.cli.train import prepare
+from smlp.config.plugins import named_files
 from smlp.errors import UserError
 from smlp.fairseq_compat import loading
 from smlp.fairseq_compat.data import check_dictionary, check_folders, check_split, check_text
 from smlp.fairseq_compat.loading import check_dictionary_of, check_file, check_restore_file
 from smlp.fairseq_compat.needs import has_averages
+from smlp.fairseq_compat.settings import _check_log_file, check_profiling
 from smlp.files import locked
 from smlp.text.tokenizer_files import Vocabulary
 
@@ -769,6 +774,55 @@ def test_data_that_may_not_be_read_are_named(tiny_data: Path, monkeypatch, name:
     monkeypatch.setattr(module, function, refuse, raising=False)  # permissions mean nothing to root
     with pytest.raises(UserError, match=rf"(cannot read )?{path}( cannot be read)?: Permission denied"):
         check()
+
+
+def test_another_dictionary_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch) -> None:
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "dict.txt").write_text("the 3\nof 2\n")
+    path, read = folders[1] / "dict.txt", io.open
+
+    def refuse(place: Path, *args: Any, **kw: Any) -> object:
+        if place == path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+        return read(place, *args, **kw)
+
+    check_folders(folders)
+    for module in (files, io):  # pathlib calls io.open
+        monkeypatch.setattr(module, "open", refuse, raising=False)
+    with pytest.raises(UserError, match=rf"cannot read {path}: Permission denied"):
+        check_folders(folders)
+
+
+@pytest.mark.parametrize(
+    ("check", "words"),
+    [
+        (lambda x: locked(x, "run", "--save-dir").__enter__(), "cannot write to --save-dir {}: Permission denied"),
+        (lambda x: files.check_folder(x, "--out", "logs"), "--out: {} cannot be reached: Permission denied"),
+        (
+            lambda x: check_profiling(SimpleNamespace(model=SimpleNamespace(profile_updates=1, profile_dir=x))),
+            "--profile-dir: {} cannot be reached: Permission denied",
+        ),
+        (
+            lambda x: _check_log_file(SimpleNamespace(common=SimpleNamespace(log_file=x))),
+            "cannot write --log-file {}: Permission denied",
+        ),
+        (named_files, "SMLP_PLUGINS names {}, which is not a file that can be read"),
+    ],
+)
+def test_what_lies_in_a_folder_that_may_not_be_entered_is_named(tmp_path: Path, monkeypatch, check, words) -> None:
+    path, stat = tmp_path / "closed" / "x", os.stat
+
+    def refuse(place: Any, *args: Any, **kw: Any) -> object:
+        if str(place) == str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+        return stat(place, *args, **kw)
+
+    path.parent.mkdir()
+    monkeypatch.setattr(os, "stat", refuse)  # permissions mean nothing to root
+    with pytest.raises(UserError, match=rf"^{words.format(path)}"):
+        check(str(path))
 
 
 def test_text_is_checked_across_chunk_borders(tmp_path: Path) -> None:
