@@ -30,8 +30,9 @@ import torch
 
 from smlp.checkpoint.lazy import FileVersion, LazyTensor, StoredTensor, as_bytes
 from smlp.checkpoint.torch_file import check_records, check_values, is_verifying, of_transformers, write_torch_file
-from smlp.config import ModelConfig, flatten
-from smlp.config.presets import FROM_TASK
+from smlp.config import ModelConfig, all_settings, flatten
+from smlp.config.model import RETIRED_SETTINGS
+from smlp.config.presets import FROM_TASK, PRESETS
 from smlp.errors import UserError
 from smlp.files import is_safetensors
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
@@ -168,8 +169,8 @@ def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str,
     """Return the state of a checkpoint without optimizer, and the files, from the content of an export.
 
     Raises:
-        UserError: it was written by a newer version, is damaged, has two values of a setting, or holds other files than
-            dictionary and tokenizer.
+        UserError: it was written by a newer version, is damaged, has an unknown setting or two values of one, or holds
+            other files than dictionary and tokenizer.
     """
     if content[FORMAT_KEY] != FORMAT:
         raise UserError(f"{path} is an export in format {content[FORMAT_KEY]}, this version reads {FORMAT}")
@@ -182,6 +183,8 @@ def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str,
         files = dict(content["files"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is a damaged export ({type(error).__name__}: {error})") from error
+    for name in sorted(settings.keys() - all_settings().keys() - {*RETIRED_SETTINGS}):
+        raise UserError(f"{path} has an unknown setting {name!r}: it is of a newer version{PRESETS.hint}")
     for name, value in other.items():
         if value != settings[name]:
             raise UserError(

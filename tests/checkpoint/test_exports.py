@@ -234,6 +234,7 @@ def test_an_export_writes_no_file_but_its_own(whole: Path, tmp_path: Path, suffi
         lambda s: s["settings"].update(num_experts="4"),
         lambda s: s["settings"].update(dropout=float("nan")),
         lambda s: s["settings"].update(activation="unheard of"),
+        lambda s: [settings.update(twist=3) for settings in (s["settings"], s["cfg"]["model"])],  # of a newer version
     ],
 )
 def test_a_damaged_export_is_one_sentence(whole: Path, tmp_path: Path, change, capsys) -> None:
