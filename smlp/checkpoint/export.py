@@ -183,9 +183,10 @@ def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str,
         files = dict(content["files"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is a damaged export ({type(error).__name__}: {error})") from error
-    for name in sorted(settings.keys() - all_settings().keys() - {*RETIRED_SETTINGS}):
-        raise UserError(f"{path} has an unknown setting {name!r}: it is of a newer version{PRESETS.hint}")
+    known = {*all_settings(), *RETIRED_SETTINGS}
     for name, value in other.items():
+        if name not in known:
+            raise UserError(f"{path} has an unknown setting {name!r}: it is of a newer version{PRESETS.hint}")
         if value != settings[name]:
             raise UserError(
                 f"{path} is a damaged export: {name} is {settings[name]!r} in its settings, {value!r} in its cfg"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from omegaconf import open_dict
 
 from smlp.checkpoint.content import embedding_name, moment_problems, older_settings, progress_problems
+from smlp.checkpoint.export import is_export
 from smlp.checkpoint.load import dictionary_of
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.parts import attach
@@ -399,7 +400,7 @@ def missing(path: str) -> str:
 def exported(path: str) -> str | None:
     """Return the message for an export of ``smlp checkpoint merge --export``; None for another file."""
     try:
-        if not open_checkpoint(path).is_export:
+        if not (is_export(read_structure(path)) if zipfile.is_zipfile(path) else open_checkpoint(path).is_export):
             return None
     except UserError:
         return None

@@ -66,6 +66,12 @@ def test_an_export_is_no_damaged_checkpoint(whole: Path, tmp_path: Path, name) -
     assert command("merge", whole, "-o", tmp_path / name, "--export") == 0
     with pytest.raises(smlp.UserError, match=rf"{name} is an export, .*: smlp checkpoint merge .*{name} -o CHECKPOINT"):
         checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / name))
+    if name.endswith(".pt"):
+        export = content(tmp_path / name)
+        export["settings"]["twist"] = export["cfg"]["model"]["twist"] = 3  # of a newer version
+        torch.save(export, tmp_path / name)
+        with pytest.raises(smlp.UserError, match=rf"{name} is an export, "):
+            checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
