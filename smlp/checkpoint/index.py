@@ -101,7 +101,7 @@ class ExpertIndex:
 
 def _problem(index: ExpertIndex) -> str | None:
     """Return why an index cannot be used, or None."""
-    sizes = (index.num_experts, *(part.num_bytes for part in index.parts))
+    sizes = (index.num_experts, index.world_size, index.group_size, *(part.num_bytes for part in index.parts))
     sizes += tuple(itertools.chain.from_iterable(shape for shape, _ in index.tensors.values()))
     if not all(type(size) is int and size >= 0 for size in sizes):
         return "its sizes are not whole numbers"

@@ -70,7 +70,8 @@ def dictionary_record(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     if (found := dictionary_of(checkpoint.path, checkpoint.state)) is None:
         return None
     vocabulary = Vocabulary.load(found)
-    return record_of((vocabulary.with_mask() if checkpoint.config.is_bidirectional else vocabulary).symbols)
+    symbols = (vocabulary.with_mask() if checkpoint.config.is_bidirectional else vocabulary).symbols
+    return record_of(symbols) if len(symbols) == checkpoint.config.vocab_size else None  # that of another model
 
 
 def _find_files(

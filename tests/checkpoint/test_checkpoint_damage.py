@@ -252,6 +252,8 @@ def test_memory_is_bounded_by_the_size_of_the_file(parts: Path, bomb: str) -> No
     "changes",
     [
         *({"num_experts": value} for value in (-1, "4", 4.0, None, True)),
+        {"world_size": "many"},
+        {"group_size": None},
         {"positions": "x"},
         {"tensors": {3: ((3,), "float32")}},
         {"tensors": {"model/x": ((3,), "no_dtype")}},

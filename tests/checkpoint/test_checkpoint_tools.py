@@ -215,8 +215,8 @@ def test_models_that_have_no_mean_are_named(tmp_path: Path, capsys) -> None:
         ),
     }
     (tmp_path / "dictionary").mkdir()
-    (tmp_path / "dict.txt").write_text("a 1\nb 1\n")
-    (tmp_path / "dictionary" / "dict.txt").write_text("b 1\na 1\n")
+    words = (tmp_path / "dict.txt").read_text().splitlines(keepends=True)
+    (tmp_path / "dict.txt").write_text("".join(reversed(words)))
     others["dictionary"] = (save(tmp_path / "dictionary", "hash_lm_tiny", "a.pt"), ["have different dictionaries"])
     (tmp_path / "dictionary" / "dict.txt").rename(tmp_path / "dictionary" / "kept.txt")
     state = content(tmp_path / "dictionary" / "a.pt")  # with its data instead, where fairseq-train leaves it
@@ -234,6 +234,8 @@ def test_models_that_have_no_mean_are_named(tmp_path: Path, capsys) -> None:
         error = refused(capsys, "average", first, other, "-o", tmp_path / "mean.pt")
         assert all(word in error for word in [str(first), str(other), *words]), error
     assert not (tmp_path / "mean.pt").exists()
+    (tmp_path / "data" / "dict.txt").write_text("a 1\n")  # too few for the model: that of another project
+    assert command("average", first, others["dictionary"][0], "-o", tmp_path / "mean.pt") == 0
 
 
 def test_info_says_what_is_there(whole: Path, parts: Path, tmp_path: Path, capsys) -> None:

@@ -14,7 +14,6 @@ from functools import partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
