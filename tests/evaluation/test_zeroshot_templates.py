@@ -73,6 +73,7 @@ def test_winogrande_by_partial_evaluation(templates):
         ("Ann thanked Bea as Ann", " had helped ."),
         ("Ann thanked Bea as Bea Lee", " had helped ."),
     ]
+    assert [choice.alone for choice in example(SCHEMA, templates).choices] == ["Ann", "Bea Lee"]
     possessive = WinograndeItem("0", "It was _'s dog. ", ("Ann", "Bea"), 0)
     expected = {"gpt3": "'s dog. ", "lm-eval": " 's dog."}
     assert texts(possessive, templates)[0] == ("It was Ann", expected[templates])

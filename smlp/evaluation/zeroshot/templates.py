@@ -149,7 +149,8 @@ def _piqa_harness(item: PiqaItem) -> Iterator[Candidate]:
 def _winogrande_harness(item: WinograndeItem) -> Iterator[Candidate]:
     before, _, after = item.sentence.partition(_BLANK)
     for option in item.options:
-        yield Candidate(before + option, f" {after.strip()}", option)
+        rest = f" {after.strip()}"
+        yield Candidate(before + option, rest, option, rest)
 
 
 def _without_brackets(text: str) -> str:
