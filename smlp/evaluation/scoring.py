@@ -90,7 +90,7 @@ def score_samples(
         seen: called with each forward pass's context on this rank.
 
     Raises:
-        NaNError: a log-probability is NaN.
+        NaNError: a log-probability is NaN or infinite.
     """
     team = team or Team()
     own = list(batches[team.rank :: team.size])

@@ -458,7 +458,7 @@ def test_predictions_that_are_nan_are_no_accuracy(data, tmp_path, capsys):
     state["model"]["decoder.core.norm.weight"].fill_(3e38)  # finite, but the logits are not
     torch.save(state, path)
     assert lm_eval(path, "--tasks", "copa", "--data-dir", data) == 1
-    assert "tokens are NaN: is the checkpoint damaged" in capsys.readouterr().err
+    assert "tokens are NaN or infinite: the checkpoint has diverged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,16 @@ def test_scores_do_not_depend_on_batches(arch):
         score_samples(decoder, samples, samples.batches(), len(text.tokens))
 
 
+def test_infinite_predictions_are_refused(monkeypatch):
+    """As of float16, where a logit overflows: a loss of infinity is no result, and JSON has no such number."""
+    decoder, text = smlp.build("gmlp_lm_tiny", vocab_size=40, max_tokens=CONTEXT, embed_dim=16).eval(), stream()
+    logits_of, unlikely = decoder.project, torch.tensor([int(text.tokens[0])])
+    monkeypatch.setattr(decoder, "project", lambda x: logits_of(x).index_fill(-1, unlikely, -torch.inf))
+    samples = cut(text.tokens, text.lengths, Cutting(CONTEXT, CONTEXT))
+    with pytest.raises(UserError, match=r"predictions of \d+ tokens are NaN or infinite"):
+        score_samples(decoder, samples, samples.batches(), len(text.tokens))
+
+
 class Lonely(Team):
     """A rank that hears nothing of the others."""
 

@@ -298,10 +298,11 @@ def scored(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_log_probs(log_probs_K: np.ndarray) -> None:
-    """Raise ``NaNError`` if log-probabilities are NaN."""
-    if num_bad := int(np.isnan(log_probs_K).sum()):
+    """Raise ``NaNError`` if log-probabilities are NaN or infinite, as where float16 overflows."""
+    if num_bad := int((~np.isfinite(log_probs_K)).sum()):
         raise NaNError(
-            f"the model's predictions of {num_bad} tokens are NaN: is the checkpoint damaged, or its numbers too large?"
+            f"the model's predictions of {num_bad} tokens are NaN or infinite: the checkpoint has diverged or is "
+            "damaged, or its numbers are too large for its data type"
         )
 
 
