@@ -338,14 +338,15 @@ def _agreed(name: str, check: Callable[[], str]) -> Check:
     """
     import torch.distributed as dist
 
+    from smlp.launch.team import Team
+
     detail, problem = "", None
     try:
         detail = check()
     except Exception as error:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         problem = f"{kind}{error}"
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    problems = Team(dist.get_rank(), dist.get_world_size()).gather(problem)
     found = [(rank, each) for rank, each in enumerate(problems) if each is not None]
     if found:
         where = "all ranks" if len(found) == len(problems) else f"ranks {[rank for rank, _ in found]}"

@@ -21,6 +21,7 @@ from smlp.checkpoint.parts import attach, detach, read_all, write_part
 from smlp.config.presets import preset
 from smlp.errors import ParallelError, UserError
 from smlp.evaluation.leak import randomise
+from smlp.launch.team import Team
 from smlp.moe.experts import expert_parameters
 from smlp.nn.decoder import Decoder
 from smlp.parallel import (
@@ -44,15 +45,19 @@ def check_collectives(device: torch.device) -> str:
     """Check sums, maxima and gathered values; say how long the ranks need for a little and for a lot of data."""
     world = DistributedGroup(dist.group.WORLD)
     numbers = torch.arange(4, dtype=torch.float64, device=device) + world.rank
-    _require_equal(world.all_reduce(numbers.clone(), "sum"), sum(numbers - world.rank + r for r in range(world.size)))
-    _require_equal(world.all_reduce(numbers.clone(), "maximum", "max"), numbers - world.rank + world.size - 1)
-    for rank, gathered in enumerate(world.gather(numbers, "gather")):
-        _require_equal(gathered, numbers - world.rank + rank)
+    total = world.all_reduce(numbers.clone(), "sum")
+    largest = world.all_reduce(numbers.clone(), "maximum", "max")
+    gathered = world.gather(numbers, "gather")
     little = _seconds(lambda: world.all_reduce(torch.ones(1, device=device), "a little"), device)
     data = torch.ones(_SPEED_BYTES // 4, device=device)
     splits = _splits(data.size(0), world.size)
     a_lot = _seconds(lambda: world.exchange(data, splits, [splits[world.rank]] * world.size, "a lot"), device)
     rate = _SPEED_BYTES / a_lot / 1e9
+    # only now: a rank that left before the last collective would leave the others waiting
+    _require_equal(total, sum(numbers - world.rank + rank for rank in range(world.size)))
+    _require_equal(largest, numbers - world.rank + world.size - 1)
+    for rank, part in enumerate(gathered):
+        _require_equal(part, numbers - world.rank + rank)
     return f"right; an all-reduce of one number takes {little * 1e6:.0f} us, all-to-all moves {rate:.2f} GB/s a rank"
 
 
@@ -79,8 +84,8 @@ def check_uneven_splits(device: torch.device, dtype: torch.dtype) -> str:
     rows = torch.tensor([[world.rank, other] for other, n in enumerate(sent) for _ in range(n)], device=device)
     rows = rows.view(-1, 2).to(dtype).requires_grad_()
     received = world.all_to_all(rows, sent, sent, "uneven splits")
-    _require_equal(received.detach(), rows.detach().flip(1))
     (grad,) = torch.autograd.grad(received, rows, received.detach())
+    _require_equal(received, rows.flip(1))
     _require_equal(grad, rows.detach())
     return f"{sum(sent)} rows from rank {world.rank}, none to some ranks: right, and so are the gradients"
 
@@ -147,7 +152,7 @@ def _dense_and_experts(model: Decoder) -> tuple[list[nn.Parameter], list[nn.Para
 
 def check_checkpoint(folder: Path, device: torch.device, timeout: timedelta) -> str:
     """Check that experts which the ranks write into a folder are read back by all of them, on this layout and on
-    others.
+    others. Where a rank cannot write, that rank raises and the others have nothing to check.
 
     Raises:
         UserError: the folder is not on a disk that all ranks share, or cannot be written.
@@ -157,12 +162,16 @@ def check_checkpoint(folder: Path, device: torch.device, timeout: timedelta) -> 
     names = [name for name, _, _ in expert_parameters(oracle)]
     layout, token = ranks.layout, _from_first(new_token())
     own = folder / f"smlp-doctor-{token}"
+    team, part = Team(layout.rank, layout.world_size), None
     try:
         state = {"model": model.state_dict()}
         tensors = detach(state, names, {})
-        part = write_part(own, part_file(0, token, layout.expert_ids), token, layout.expert_ids, tensors)
-        parts: list = [None] * layout.world_size
-        dist.all_gather_object(parts, part)
+        try:
+            part = write_part(own, part_file(0, token, layout.expert_ids), token, layout.expert_ids, tensors)
+        finally:
+            parts = team.gather(part)
+        if None in parts:
+            return "another rank cannot write"
         unseen = [p.file for p in parts if not (own / p.file).is_file()]
         if unseen:
             raise UserError(
@@ -180,9 +189,10 @@ def check_checkpoint(folder: Path, device: torch.device, timeout: timedelta) -> 
             for name, tensor in read_all(state["model"], other.expert_ids).items():
                 want = cut_state({name: whole[name]}, names, other)[name]
                 _require_equal(tensor.cpu(), want, f"the checkpoint's {name}")
-        dist.barrier()
     finally:
-        if layout.rank == 0:
+        try:
+            team.gather(None)  # until every rank has read, or failed to
+        finally:
             shutil.rmtree(own, ignore_errors=True)
     return f"{len(parts)} files in {folder}, read back by every rank, all experts and its own"
 

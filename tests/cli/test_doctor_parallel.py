@@ -58,6 +58,14 @@ def test_a_wrong_gradient_is_seen(place):
 def test_disks_of_their_own_are_seen(tmp_path):
     for rank, found in enumerate(run_ranks("checkpoint_in_own_folder", 2, folder=str(tmp_path))):
         assert found.startswith(f"rank {rank} does not see 1 of the 2 files") and "--dir" in found
+    assert not list(tmp_path.glob("*/*"))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_check_that_fails_on_one_rank_is_reported_by_all(bad, tmp_path):
+    failed = [[PROBLEM, f"ranks [{bad}]: cannot do this here"]] * 4
+    assert run_ranks("failing_on_one_rank", 2, folder=str(tmp_path), bad=bad) == [failed, failed]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
+from smlp.cli.doctor import _agreed
 from smlp.config.presets import PRESETS
 from smlp.errors import ParallelError, UserError
 from smlp.evaluation import self_check
@@ -38,6 +40,30 @@ def checkpoint_in_own_folder(folder: str) -> str:
         return self_check.check_checkpoint(own, torch.device("cpu"), timedelta(seconds=20))
     except UserError as error:
         return str(error)
+
+
+def failing_on_one_rank(folder: str, bad: int) -> list[list[str]]:
+    """What the report says of checks that fail on one rank only, which must not leave the others waiting."""
+    device, seconds, found = torch.device("cpu"), timedelta(seconds=20), []
+
+    def check(place: str, run: Callable[[], str]) -> None:
+        own = getattr(self_check, place)
+        if torch.distributed.get_rank() == bad:
+            setattr(self_check, place, fail)
+        try:
+            agreed = _agreed("check", run)
+        finally:
+            setattr(self_check, place, own)
+        found.append([agreed.status, agreed.detail])
+
+    def fail(*args: object, **options: object) -> None:
+        raise UserError("cannot do this here")
+
+    for place in ("write_part", "attach"):
+        check(place, lambda: self_check.check_checkpoint(Path(folder), device, seconds))
+    check("_require_equal", lambda: self_check.check_collectives(device))
+    check("_require_equal", lambda: self_check.check_uneven_splits(device, torch.float32))
+    return found
 
 
 def same_with_plugins(files: str) -> None:
