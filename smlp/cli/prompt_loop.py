@@ -9,6 +9,7 @@ import sys
 
 from smlp.errors import UserError, one_line
 from smlp.inference.generation import Sampling, Text, TextWriter
+from smlp.text.tokenizer import Vocabulary
 
 HELP = """Type a line: the model continues the text so far, your line last. An empty line lets it go on.
   /reset            forget the text so far
@@ -121,8 +122,12 @@ class PromptLoop:
         except KeyboardInterrupt:
             print(" (stopped)", end="")
         print()
-        # a stop string is neither shown nor part of the text
-        answer = writer.tokenizer.encode_lines(shown) if written.finish == "stop" else written.tokens
+        answer = written.tokens
+        if written.finish == "stop":  # a stop string is neither shown nor part of the text
+            text = shown.encode()
+            while text and not text[:1].isspace() and tokens and tokens[-1] not in (end, Vocabulary.bos):
+                text = writer.tokenizer.content(tokens.pop()) + text  # of the word that the answer continues
+            answer = writer.tokenizer.encode_lines(text.decode("utf-8", "replace"))
         self._tokens = tokens + answer
 
     def _fitted(self, tokens: list[int]) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 from tiny_checkpoints import WORDS, write_checkpoint
 
 import smlp
+from data_prep.tokenize.models import pieces_of, train_sentencepiece
 from smlp.cli import prompt_loop
 from smlp.cli.main import main
 from smlp.inference.generation import Text, TextWriter
@@ -308,11 +309,24 @@ def test_line_ends_before_a_stop_string_stay_in_the_text_so_far(path, lm, monkey
 
     def follow(self, prompts):
         contexts.extend(prompts)
-        yield Text(0, finish="stop"), "the s1\na o2"
+        yield Text(0, finish="stop"), " the s1\na o2"
 
     monkeypatch.setattr(TextWriter, "follow", follow)
     talk(path, ["the", ""], "--stop", "and", "--max-tokens", "2", monkeypatch=monkeypatch, capsys=capsys)
     assert contexts[1] == [*contexts[0], *lm.tokenize("the s1"), Vocabulary.eos, *lm.tokenize("a o2")]
+
+
+def test_an_answer_within_a_word_stays_within_it(tmp_path, monkeypatch, capsys):
+    """SentencePiece would begin a word at an answer that was tokenised alone."""
+    model = train_sentencepiece(["help the health of others there"] * 3, 25)
+    (tmp_path / "sentencepiece.model").write_bytes(model)
+    lm = smlp.load_pretrained(write_checkpoint(tmp_path, pieces_of(model), max_tokens=40)[0])
+    loop, answers = prompt_loop.PromptLoop(lm.writer(3, stop=["e"])), iter(["th", " of h", "\nth", ""])
+    monkeypatch.setattr(TextWriter, "follow", lambda *arguments: iter([(Text(0, finish="stop"), next(answers))]))
+    for line in ("a hel", "", "", "of"):
+        loop._answer(line)
+    assert loop._tokens[0] == lm.start_token
+    assert loop._tokens[1:] == lm.tokenizer.encode_lines("a helth of h\nth\nof")
 
 
 def test_a_line_that_is_no_utf_8_is_refused_alone(path, monkeypatch, capsys):
