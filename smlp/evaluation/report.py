@@ -40,7 +40,8 @@ def tokens_of(lines: list[str], tokenizer: Tokenizer) -> BinarizedTokens:
 
 
 def original_sizes(lines: list[str], stream: BinarizedTokens) -> TextSizes:
-    """Return the sizes of the original text; those of each line are assigned to its last token.
+    """Return the sizes of the original text; those of each line are assigned to its last token, or to the one before
+    if it has none.
 
     Raises:
         UserError: the text has another number of lines than the stream.
@@ -50,10 +51,10 @@ def original_sizes(lines: list[str], stream: BinarizedTokens) -> TextSizes:
             f"--text has {len(lines)} lines, but the data have {len(stream.lengths)}: were they made from this text, "
             "line by line (smlp data binarize --format lines)?"
         )
-    words_N, bytes_N = np.zeros((2, len(stream.tokens)), dtype=np.int64)
-    last_L = np.cumsum(stream.lengths, dtype=np.int64) - 1
-    words_N[last_L], bytes_N[last_L] = line_sizes(lines)
-    return TextSizes(True, words_N, bytes_N)
+    sizes_2N = np.zeros((2, len(stream.tokens)), dtype=np.int64)
+    last_L = np.maximum(np.cumsum(stream.lengths, dtype=np.int64) - 1, 0)
+    np.add.at(sizes_2N, (slice(None), last_L), line_sizes(lines))
+    return TextSizes(True, *sizes_2N)
 
 
 def decoded_sizes(stream: BinarizedTokens, tokenizer: Tokenizer) -> TextSizes:
@@ -71,7 +72,7 @@ def decoded_sizes(stream: BinarizedTokens, tokenizer: Tokenizer) -> TextSizes:
     ends_in_space_V = np.array([text[-1:].isspace() for text in texts], dtype=bool)
 
     line_start_N = np.zeros(len(stream.tokens), dtype=bool)
-    line_start_N[np.cumsum(stream.lengths, dtype=np.int64) - stream.lengths] = True
+    line_start_N[(np.cumsum(stream.lengths, dtype=np.int64) - stream.lengths)[stream.lengths > 0]] = True
     after_space_N = line_start_N.copy()
     after_space_N[1:] |= ends_in_space_V[number_N[:-1]]
     is_end_N = stream.tokens == Vocabulary.eos
@@ -95,9 +96,9 @@ def documents_of(stream: BinarizedTokens, kind: str) -> np.ndarray:
     """
     last_L = np.cumsum(stream.lengths, dtype=np.int64) - 1
     if kind == "line":
-        number_L = np.arange(len(last_L))
+        number_L = np.cumsum(stream.lengths > 0) - 1  # a line of no token is no document
     else:
-        is_empty_L = (stream.lengths == 1) & (stream.tokens[last_L] == Vocabulary.eos)
+        is_empty_L = (stream.lengths == 0) | (stream.lengths == 1) & (stream.tokens[last_L] == Vocabulary.eos)
         begins_L = ~is_empty_L & np.concatenate([[True], is_empty_L[:-1]])
         # empty lines before the first document belong to it
         number_L = np.maximum(np.cumsum(begins_L) - 1, 0)

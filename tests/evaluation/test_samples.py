@@ -186,6 +186,18 @@ def test_tokens_stand_for_the_words_and_bytes_that_they_decode_to(tokenizers, ki
         original_sizes(LINES[1:], text)
 
 
+def test_lines_of_no_token_have_their_sizes_and_end_documents(tokenizers):
+    """Builders that put no </s> at a line's end write empty lines without tokens."""
+    lines, tokenizer = ["", "the mat", "", "a dog", ""], tokenizers["words"]
+    whole = tokens_of(lines, tokenizer)
+    text = BinarizedTokens(np.delete(whole.tokens, [0, 4, 8]), np.where(whole.lengths == 1, 0, whole.lengths))
+    original = original_sizes(lines, text)
+    assert original.words_N.tolist() == [0, 0, 2, 0, 0, 2] and original.bytes_N.tolist() == [1, 0, 9, 0, 0, 7]
+    assert decoded_sizes(text, tokenizer).words_N.tolist() == [1, 1, 0, 1, 1, 0]
+    for kind in ("line", "empty-line"):
+        assert documents_of(text, kind).tolist() == [0, 0, 0, 1, 1, 1]
+
+
 def test_white_space_within_a_line_counts_but_for_the_space_that_begins_it():
     """Whether indentation is one piece or several, and at the end of a line too."""
     contents = {2: b"\n", 4: b" ", 5: b"    ", 6: b" foo", 7: b" bar"}
