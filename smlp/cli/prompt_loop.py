@@ -50,7 +50,7 @@ class PromptLoop:
             except KeyboardInterrupt:
                 print()
                 continue
-            if line == "/quit":
+            if line.split()[:1] == ["/quit"]:
                 return 0
             try:
                 if line.startswith("/"):

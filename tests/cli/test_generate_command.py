@@ -261,7 +261,7 @@ def test_the_text_so_far_is_the_context(path, lm, monkeypatch, capsys):
 def test_commands(path, monkeypatch, capsys):
     lines = ["/help", "/set temperature 0", "/set max_tokens 3", "the", "/reset", "the", "/set stop_at_eos on", "/set"]
     lines += ["/set stop o1 \\n", "/set stop", "/dance", "/set height 3", "/set top_k many", "/set top_p 7"]
-    said = talk(path, [*lines, "/quit", "the"], monkeypatch=monkeypatch, capsys=capsys)
+    said = talk(path, [*lines, "/quit now", "the"], monkeypatch=monkeypatch, capsys=capsys)
     assert len(said) == len(lines) + 1 and said[-1] == ""
     assert "/reset" in said[0] and "temperature 0.0, " in said[1] and "max_tokens 3" in said[2]
     assert said[3] == said[5] and len(said[3].split()) <= 3 and "forgotten" in said[4]
