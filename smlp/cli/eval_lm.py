@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from smlp.cli.json_file import check_not_read, check_outputs, remove_outputs, write_json, write_json_lines
+from smlp.cli.json_file import STDOUT, check_not_read, check_outputs, remove_outputs, write_json, write_json_lines
 from smlp.cli.numbers import whole
 from smlp.cli.options import add_model_options, add_spread_option, add_team_options, as_team
 from smlp.cli.progress import BatchesProgress
@@ -88,7 +90,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="also write the result here")
-    output.add_argument("--per-document", metavar="FILE", help="write a line of JSON for each document")
+    output.add_argument(
+        "--per-document", metavar="FILE", help="write a line of JSON for each document ('-' for standard output)"
+    )
     output.add_argument(
         "--document", default="empty-line", metavar="KIND", help="what ends a document: empty-line (default) or line"
     )
@@ -301,7 +305,8 @@ def _report(
     if args.per_document:
         documents = evaluation.documents(documents_of(evaluation.stream, args.document), model.tokenizer)
         write_json_lines("--per-document", args.per_document, documents)
-    print_evaluation(text.name, evaluation, seconds, notes)
+    with contextlib.redirect_stdout(sys.stderr if args.per_document in STDOUT else sys.stdout):
+        print_evaluation(text.name, evaluation, seconds, notes)
 
 
 def notes_of(

@@ -226,6 +226,14 @@ def test_documents_add_up_to_the_whole(folder, evaluate, tmp_path, arch, kind):
         assert records[3]["words"] == 0 and records[3]["perplexity_per_word"] is None and records[3]["begins"] == ""
 
 
+def test_a_stream_of_documents_holds_nothing_else(folder, capsys):
+    words = ["eval-lm", str(folder / "data"), "--path", str(folder / "switch_lm_tiny.pt"), "--per-document", "-"]
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert [json.loads(line)["index"] for line in captured.out.splitlines()] == [0, 1, 2]
+    assert "perplexity per word" in captured.err
+
+
 def test_an_export_brings_its_dictionary(folder, evaluate, capsys):
     (folder / "dict.txt").write_bytes((folder / "data" / "dict.txt").read_bytes())
     whole, export = folder / "switch_lm_tiny.pt", folder / "exports" / "switch_lm_tiny.safetensors"
