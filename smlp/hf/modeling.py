@@ -315,6 +315,12 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
                 )
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
+        """Keep the mask of the prompts for :meth:`_prepare_generated_length`, which transformers does not give it."""
+        generation_config, model_kwargs = super()._prepare_generation_config(*args, **kwargs)
+        generation_config._given_mask = model_kwargs.get("attention_mask")
+        return generation_config, model_kwargs
+
     def _prepare_generated_length(
         self,
         generation_config: GenerationConfig,
@@ -325,10 +331,10 @@ class SmlpForCausalLM(_SmlpModel, GenerationMixin):
         **kwargs: Any,
     ) -> GenerationConfig:
         """Limit texts to the context: pipelines ask for 256 tokens by default. All end where the longest has to."""
-        context, num_padded, asked = self.core.config.max_tokens, 0, generation_config.max_length
-        padding = generation_config._pad_token_tensor
-        if padding is not None and int(padding) == self.config.pad_token_id:  # not a start symbol that is given as such
-            num_padded = int((inputs_tensor == padding).all(dim=0).cumprod(dim=0).sum())
+        context, asked, mask = self.core.config.max_tokens, generation_config.max_length, generation_config._given_mask
+        if mask is None:
+            mask = self._prepare_attention_mask_for_generation(inputs_tensor, generation_config, {})
+        num_padded = int((mask == 0).all(dim=0).cumprod(dim=0).sum())
         if input_ids_length - num_padded > context:
             raise ValueError(
                 f"a prompt of {input_ids_length - num_padded} tokens (start symbol included) is longer than the "

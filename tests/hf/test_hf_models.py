@@ -217,6 +217,18 @@ def test_padding_before_all_prompts_takes_no_room(plain, options):
     assert alone.size(1) > 10 and torch.equal(found[:, 6:], alone)
 
 
+def test_the_mask_says_what_is_padding_whatever_the_ids(plain):
+    options, tokens = {**WRITE, "max_new_tokens": 256}, random_tokens(1, 5)
+    alone = plain.generate(tokens, **options)
+    assert alone.size(1) == 13
+    padded = torch.cat([torch.full((1, 12), 2), tokens], 1)  # as with the end symbol for padding
+    mask = torch.ones_like(padded)
+    mask[:, :12] = 0
+    assert torch.equal(plain.generate(padded, attention_mask=mask, **options)[:, 12:], alone)
+    tokens[:, :3] = 1  # tokens, as the mask says
+    assert plain.generate(tokens, attention_mask=torch.ones_like(tokens), **options).size(1) == 13
+
+
 def test_masks_that_do_not_fit_are_refused(plain):
     tokens = random_tokens(2, 6)
     mask = torch.ones_like(tokens)
