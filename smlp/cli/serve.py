@@ -160,7 +160,8 @@ def _listener(host: str, port: int) -> socket.socket:
 def _name_of(path: Path) -> str:
     """Return the name of a checkpoint: that of its file, or of its folder if fairseq named the file."""
     path = path.resolve()
-    return path.parent.name if path.stem.startswith("checkpoint") and path.parent.name else path.stem
+    name = path.parent.name if path.stem.startswith("checkpoint") and path.parent.name else path.stem
+    return name.encode(errors="backslashreplace").decode()  # bytes that are no UTF-8 cannot be sent
 
 
 def _is_loopback(host: str) -> bool:

@@ -62,12 +62,13 @@ def log_records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_training_log(path: Path, name: str) -> TrainingCurve:
-    """Read a log, see :func:`curve_of`. Raises UserError if the file is missing or holds no loss."""
+    """Read a log, see :func:`curve_of`. Raises UserError if the file is missing or holds no finite loss."""
     records = log_records(path)
     curve = curve_of(records, name)
     if not curve.train and not curve.valid:
         raise UserError(
-            f"training log {path} holds no loss in {len(records)} lines: was it written with --log-format json?"
+            f"training log {path} holds no finite loss in {len(records)} lines: did the run diverge, or was the log "
+            "written without --log-format json?"
         )
     return curve
 

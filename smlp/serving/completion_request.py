@@ -160,8 +160,8 @@ class RequestReader:
             text, ids = prompt, _with_name("prompt", lambda: self.tokenizer.encode_lines(prompt))
         else:
             text, ids = _with_name("prompt", lambda: self.tokenizer.decode(prompt)), prompt
-            if self.config.padding_idx in ids:
-                raise RequestError("prompt", f"prompt holds the id of padding, {self.config.padding_idx}")
+        if self.config.padding_idx in ids:
+            raise RequestError("prompt", f"prompt holds the id of padding, {self.config.padding_idx}")
         tokens = [self.start_token, *ids]
         if len(tokens) > self.config.max_tokens:
             raise RequestError(

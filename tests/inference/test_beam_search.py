@@ -148,3 +148,8 @@ def test_the_context_ends_texts_or_refuses_them():
         beam_search(core, [prompt], Limits(5, end=EOS, when_full="slide"))
     with pytest.raises(smlp.UserError, match="end"):
         beam_search(core, [prompt], Limits(5))
+    with pytest.raises(smlp.UserError, match=f"the id that ends a text, {EOS}, and it is padding or in banned"):
+        beam_search(core, [prompt], Limits(5, end=EOS), banned=[EOS])
+    for end in (-1, core.config.vocab_size):
+        with pytest.raises(smlp.UserError, match=rf"end must be ids from 0 to .*, got \[{end}\]"):
+            beam_search(core, [prompt], Limits(5, end=end))

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ import smlp
 from data_prep.tokenize.models import train_byte_level
 from smlp.checkpoint.load import load_language_model
 from smlp.cli.main import main
-from smlp.cli.serve import _is_no_cancelled_request, _listener
+from smlp.cli.serve import _is_no_cancelled_request, _listener, _name_of
 from smlp.inference.generation.continuations import banned_tokens
 from smlp.inference.language_model import LanguageModel
 from smlp.inference.scoring.candidates import drop_nothing
@@ -209,6 +210,7 @@ REFUSED = {
     "nothing": ({"prompt": []}, "prompt", "that is not empty"),
     "mixed": ({"prompt": ["w1", 2]}, "prompt", "must hold texts or lists of ids, got 2"),
     "padding": ({"prompt": [5, 1, 6]}, "prompt", "prompt holds the id of padding, 1"),
+    "padding in a text": ({"prompt": "w1 <pad> w2"}, "prompt", "prompt holds the id of padding, 1"),
     "a bool": ({"prompt": [5, True, 99]}, "prompt", "must hold ids, got True"),
     "unknown id": ({"prompt": [99]}, "prompt", "from 0 to 39, got 99"),
     "too long": ({"prompt": "w1 " * 16}, "prompt", "17 tokens (start symbol included), and the model's context has 16"),
@@ -461,6 +463,11 @@ def test_a_key_that_no_request_can_hold(checkpoint, key, monkeypatch, capsys):
     monkeypatch.setenv("SMLP_API_KEY", key)
     assert main(["serve", str(checkpoint), "--port", "0"]) == 1
     assert "SMLP_API_KEY must be printable ASCII without spaces or line ends" in capsys.readouterr().err
+
+
+def test_a_name_is_text_whatever_the_folder_is_called():
+    assert _name_of(Path("/models/caf\udce9/checkpoint_best.pt")) == "caf\\udce9"
+    assert _name_of(Path("/models/caf\u00e9.safetensors")) == "caf\u00e9"
 
 
 def test_requests_that_the_end_cuts_off_leave_no_traceback():

@@ -96,6 +96,8 @@ def beam_search(
     batch = SharedPositions(decoder, [prompt.tokens for prompt in ready], capacity)
     rows = [_Hypothesis(search) for search in searches]
     banned = sorted({*banned_ids(decoder.config, banned), decoder.config.padding_idx})
+    if limits.end in banned:
+        raise UserError(f"a beam search needs the id that ends a text, {limits.end}, and it is padding or in banned")
     while rows:
         hidden_RnH = batch.read()
         _add_prompt_scores(batch, rows, hidden_RnH)

@@ -65,10 +65,12 @@ def sampled_texts(
         fill: see :func:`smlp.inference.generation.prompts.ready_prompts`.
 
     Raises:
-        UserError: a prompt that the model cannot read, or a text that its context has no room for; before anything is
-            computed.
+        UserError: a prompt that the model cannot read, a text that its context has no room for, or no text to write;
+            before anything is computed.
         NaNError: the model's logits are NaN or infinite.
     """
+    if num_return < 1:
+        raise UserError(f"num_return must be at least 1, got {num_return}")
     sampling = sampling or Sampling()
     ready = ready_prompts(decoder.config, prompts, limits, fill)
     batch = SampledBatch(decoder, [Request(prompt, limits, sampling, num_return) for prompt in ready], banned)
