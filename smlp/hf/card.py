@@ -84,7 +84,8 @@ def _part(cfg: Any, name: str, key: str) -> Any:
 
 
 def _training(checkpoint: Checkpoint, cfg: Any, flops: float) -> list[str]:
-    data = [Path(folder).name for folder in str(_part(cfg, "task", "data") or "").split(":") if folder]
+    folders = str(_part(cfg, "task", "data") or "").split(":")
+    data = [name for name in (Path(folder).name for folder in folders) if name not in ("", "..")]
     lines = [
         f"Data: {', '.join(f'`{one}`' for one in data)} (the name of the folder that it was read from)."
         if data

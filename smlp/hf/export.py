@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 
 import safetensors
@@ -67,9 +67,10 @@ def write_folder(
     files = text_files(checkpoint, dictionary, tokenizer)
     symbols = tokenizer_of(checkpoint, dictionary, tokenizer).vocabulary
     new_parents = [parent for parent in folder.parents if not parent.exists()]  # the innermost first
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    made = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
     try:
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.mkdir(mode=0o700)
         for name, tensor in files.items():
             write_whole(made / name, bytes(as_bytes(tensor.load())))
         config = config_of(checkpoint)
@@ -92,8 +93,8 @@ def write_folder(
         os.replace(made, folder)
     except BaseException as error:
         shutil.rmtree(made, ignore_errors=True)
-        with contextlib.suppress(OSError):  # where others have written meanwhile
-            for parent in new_parents:
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # where others have written meanwhile
                 parent.rmdir()
         # tokenizers has no class for its errors
         if isinstance(error, safetensors.SafetensorError) or (type(error) is Exception and "os error" in str(error)):

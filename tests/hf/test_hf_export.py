@@ -122,8 +122,10 @@ def test_the_card_says_what_the_checkpoint_records(tmp_path):
     assert "At most 24,000 tokens were read (4 sequences on each of 1 ranks, 2 times for each update)" in card
     assert "perplexity of the training run was 8.00 per token (3.000 bits)" in card
     assert "The first 6 positions only choose experts" in card and "Updates: 100." in card
+    state["cfg"]["task"]["data"] = ".:data-bin/.."
     torch.save({**state, "extra_state": {"best": 1500.0}}, path)
-    assert "The training run diverged." in (exported(path, tmp_path / "again") / "README.md").read_text()
+    card = (exported(path, tmp_path / "again") / "README.md").read_text()
+    assert "The training run diverged." in card and "Data: not recorded." in card
 
 
 @torch.no_grad()
@@ -296,6 +298,9 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
             words = refused(capsys, "export", path, inside, "--hf", "--dict", tmp_path / "dict.txt")
             assert f"{inside} cannot be written: no space left" in words
             assert not [name for name in os.listdir(tmp_path) if "full" in name]
+    inside = tmp_path / "full" / "of" / ("x" * 250)
+    assert "File name too long" in refused(capsys, "export", path, inside, "--hf", "--dict", tmp_path / "dict.txt")
+    assert not (tmp_path / "full").exists()
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "whoever may read one file may read all"
     (back := tmp_path / "back").mkdir()
     for module, lacks in (("output", "b.pt"), ("load", "dict.txt")):
