@@ -88,9 +88,7 @@ def test_missing_and_empty_logs_are_named(tmp_path):
     with pytest.raises(UserError, match=r"gone.log cannot be read: No such file"):
         read_training_log(tmp_path / "gone.log", "run")
     (tmp_path / "plain.log").write_text("2026 | INFO | loss 5\n")
-    with pytest.raises(
-        UserError, match=r"plain.log holds no finite loss in 2 lines: did the run diverge, or was the"
-    ):
+    with pytest.raises(UserError, match=r"plain.log holds no finite loss in 2 lines: did the run diverge, or was the"):
         read_training_log(tmp_path / "plain.log", "run")
 
 

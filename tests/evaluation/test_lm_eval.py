@@ -281,7 +281,7 @@ def test_settings_of_generation_are_what_tasks_ask_for(harness):
     before = harness.num_truncated
     assert written(long, max_gen_toks=20, num_beams=2) == after(lm, lm.tokenize(long)[-40:], 20, beam=2)
     assert harness.num_truncated == before + 1
-    with pytest.warns(UserWarning, match="mine asks for 256 new tokens, but at most 59 fit"):
+    with pytest.warns(UserWarning, match="256 new tokens, but at most 59 fit, and prompts are cut to 1 token"):
         written("w1")
 
 

@@ -313,7 +313,12 @@ class HarnessModel(TemplateLM):
         """Return a writer of ``count`` texts after each context; of one text where all would be the same."""
         room = self.max_length - self.lm.decoder.config.prefix_tokens - 1
         if order.max_tokens > room:
-            warnings.warn(f"{task} asks for {order.max_tokens} new tokens, but at most {room} fit", stacklevel=2)
+            kept = self.max_length - room
+            warnings.warn(
+                f"{task} asks for {order.max_tokens} new tokens, but at most {room} fit, and prompts are cut to "
+                f"{kept} token{'s' * (kept > 1)}",
+                stacklevel=2,
+            )
         draws = order.method.get("temperature") != 0 and "beam" not in order.method
         try:
             return self.lm.writer(
