@@ -126,13 +126,13 @@ class _App:
         return _error(401, "the API key is missing or wrong", code="invalid_api_key")
 
     def _described(self) -> dict[str, Any]:
-        context = self._reader.config.max_tokens
         return {
             "id": self._reader.name,
             "object": "model",
             "created": self._started,
             "owned_by": "smlp",
-            "max_model_len": context,
+            "max_model_len": self._reader.config.max_tokens,
+            "max_tokens": self._reader.most_tokens,
         }
 
 

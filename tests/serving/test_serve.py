@@ -88,7 +88,7 @@ def events(client, **body):
 
 def test_the_model_is_named(client):
     (found,) = client.get("/v1/models").json()["data"]
-    assert (found["id"], found["max_model_len"]) == ("tiny", 16)
+    assert (found["id"], found["max_model_len"], found["max_tokens"]) == ("tiny", 16, 12)
     assert client.get("/v1/models/tiny").json() == found
     assert client.get("/v1/models/other").status_code == 404
     assert client.get("/health").json() == {"status": "ok", "writing": 0, "waiting": 0}
@@ -384,6 +384,7 @@ def test_the_page_in_a_browser(address, model):
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(address)
         sync_api.expect(page.locator("#model")).to_have_text("tiny, context of 16 tokens")
+        sync_api.expect(page.locator("#max_tokens")).to_have_value("12")
         page.fill("#prompt", PROMPT)
         page.fill("#max_tokens", "5")
         page.fill("#temperature", "0")
