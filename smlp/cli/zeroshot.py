@@ -204,7 +204,7 @@ def _kept_scores(
         pins = {
             **{name: value for name, value in settings.items() if name not in ("model", "data_dir")},
             "device": model.decoder.embedding.weight.device.type,
-            "weights": weights,
+            f"weights over {team.size} ranks" if args.spread_experts else "weights": weights,
             **{f"records of {task.name}": digest_of(task.prepared.parts()) for task in tasks},
         }
     kept = PartialScores(partial_path(args.output), pins, team)

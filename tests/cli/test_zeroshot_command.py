@@ -1,5 +1,6 @@
 """``smlp zeroshot`` on small files of all six tasks, against forward passes and rules written out here."""
 
+import argparse
 import json
 import math
 import re
@@ -13,11 +14,12 @@ import pytest
 import torch
 from running import run_python
 from tiny_checkpoints import write_checkpoint
+from tiny_decoders import make
 from zeroshot_data import WORDS, write_tasks
 
 from smlp.cli import progress
 from smlp.cli.main import main
-from smlp.cli.zeroshot import _SCORING, _TASKS, _TEMPLATES
+from smlp.cli.zeroshot import _SCORING, _TASKS, _TEMPLATES, _kept_scores
 from smlp.errors import UserError
 from smlp.evaluation.zeroshot.partial import PartialScores
 from smlp.evaluation.zeroshot.readers import READERS
@@ -239,7 +241,8 @@ def test_a_run_that_was_stopped_is_not_resumed_as_another(model, data, tmp_path,
 
     refused("--limit", 3, words=["limit None there and 3 here", "other records of copa", "repeat its command"])
     refused("--batch-tokens", 50, words=["batch_tokens 20 there and 50 here"])
-    refused("--tasks", "copa,piqa", words=["other records of piqa"])
+    refused("--tasks", "copa,piqa", words=["with records of piqa only here: "])
+    refused("--tasks", "piqa", words=["records of copa only there", "records of piqa only here"])
     state = torch.load(path)
     state["model"]["decoder.core.norm.weight"][0] += 1
     torch.save(state, path)
@@ -255,6 +258,19 @@ def test_a_run_that_was_stopped_is_not_resumed_as_another(model, data, tmp_path,
     for kept in (b"mine", b"mine\n", lines + b"[1]\n", lines.replace(b"[[[-", b"[[[-1")):
         partial.write_bytes(kept)
         refused(words=["is damaged, or not a file of scores"])
+
+
+def test_all_ranks_refuse_and_name_how_many_hold_the_experts(tmp_path, monkeypatch):
+    said, model = [], SimpleNamespace(decoder=make("gmlp"))
+    monkeypatch.setattr(Team, "gather", lambda self, part: said.append(part) or [part] * self.size)
+    args = argparse.Namespace(output=str(tmp_path / "x.jsonl"), spread_experts=True)
+    assert _kept_scores(args, {}, model, [], Team(0, 2)).num_batches == 0
+    words = "weights over 2 ranks only there, weights over 4 ranks only here: "
+    with pytest.raises(UserError, match=words):
+        _kept_scores(args, {}, model, [], Team(0, 4))
+    monkeypatch.setattr(Team, "gather", lambda self, part: [said[-1], part])
+    with pytest.raises(UserError, match=words):
+        PartialScores(tmp_path / "x.jsonl.partial", {}, Team(1, 2))
 
 
 def test_records_on_standard_output_are_nothing_else(model, data, tmp_path, capsys, monkeypatch):

@@ -99,9 +99,17 @@ class PartialScores:
 
     def __init__(self, path: Path, pins: Mapping[str, Any], team: Team) -> None:
         self.path = path
-        found = _read(path, json.loads(json.dumps({"smlp": smlp.__version__, **pins}))) if team.is_first else None
-        self._known: dict[tuple[str, str], Batches] = team.gather(found)[0]
         self._writes = team.is_first
+        found: dict[tuple[str, str], Batches] | UserError | None = None
+        try:
+            if self._writes:
+                found = _read(path, json.loads(json.dumps({"smlp": smlp.__version__, **pins})))
+        except UserError as error:
+            found = error
+        found = team.gather(found)[0]
+        if isinstance(found, UserError):
+            raise found
+        self._known = found or {}
 
     @property
     def num_batches(self) -> int:
@@ -153,11 +161,13 @@ def _read(path: Path, pins: dict[str, Any]) -> dict[tuple[str, str], Batches]:
 
 
 def _check_pins(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    names = [name for name in dict.fromkeys([*ours, *theirs]) if theirs.get(name) != ours.get(name)]
-    changed = [
-        f"other {name}" if _is_digest(ours.get(name)) else f"{name} {theirs.get(name)} there and {ours.get(name)} here"
-        for name in names
-    ]
+    changed = []
+    for name in {**theirs, **ours}:
+        if name not in theirs or name not in ours:
+            changed.append(f"{name} only {'there' if name in theirs else 'here'}")
+        elif theirs[name] != ours[name]:
+            values = f"{name} {theirs[name]} there and {ours[name]} here"
+            changed.append(f"other {name}" if _is_digest(ours[name]) else values)
     if changed:
         raise UserError(
             f"{path} holds scores of a run that was stopped, with {', '.join(changed)}: repeat its command to resume "
