@@ -79,9 +79,9 @@ def ready_prompts(
             position.
 
     Raises:
-        UserError: a prompt is empty, holds padding or something other than ids, or ends within the prefix and ``fill``
-            is None; a text needs more than T positions and is neither to stop nor to slide there, or its prompt fills
-            the context; the end is no id; the model's routing is leaky.
+        UserError: a prompt is empty or holds something other than ids, or ends within the prefix and ``fill`` is None;
+            a text needs more than T positions and is neither to stop nor to slide there, or its prompt fills the
+            context; the end is no id; the model's routing is leaky.
     """
     if config.is_leaky:
         raise UserError("a model with feature_routing=leaky reads the tokens that it predicts: it cannot generate text")
@@ -91,8 +91,6 @@ def ready_prompts(
     for number, prompt in enumerate(prompts, start=1):
         where = "" if len(prompts) == 1 else f"prompt {number}: "
         given = _ids(config, prompt, where)
-        if config.padding_idx in given:
-            raise UserError(f"{where}the prompt holds the id of padding, {config.padding_idx}")
         tokens = _filled(config, given, fill, where)
         if limits.when_full == "slide":
             kept = tokens[-config.max_tokens :]
