@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from smlp.launch.team import Team
     from smlp.plots.attention import tiny_attention
     from smlp.plots.drawing import check_matplotlib
-    from smlp.plots.weights import Choice, plot_weights
+    from smlp.plots.weights import Choice, check_drawable, plot_weights
 
     check_matplotlib()
     choice = Choice(_numbers("layers", args.layers), _numbers("experts", args.experts))
@@ -126,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
         if not texts and tiny_attention(model.core):
             texts = _first_lines(model, text.stream, text_name)
     arch = open_checkpoint(args.path).arch
+    check_drawable(model.core, choice, samples is not None, bool(texts))
     remove_outputs(args.json)
     plots = plot_weights(
         model.core,

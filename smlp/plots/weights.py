@@ -140,13 +140,8 @@ def plot_weights(
     """
     check_matplotlib()
     choice = choice or Choice()
-    choice.check(model)
+    check_drawable(model, choice, samples is not None, bool(texts))
     layers, config = spatial_layers(model), model.config
-    refuse_nothing(model, samples is not None)
-    if texts and not tiny_attention(model):
-        raise UserError(
-            "--text: the first half of the model's layers has no tiny attention (gmlp_attention_dim) to draw"
-        )
     plots = WeightPlots(layers, {layer.layer: filter_numbers(layer) for layer in layers})
     _draw_filters(plots, choice, out, model_name, file_format)
     for number, each in enumerate(texts):
@@ -163,7 +158,24 @@ def plot_weights(
     return plots
 
 
-def refuse_nothing(model: Stack, has_data: bool) -> None:
+def check_drawable(model: Stack, choice: Choice, has_data: bool, has_texts: bool) -> None:
+    """Raise UserError if ``choice`` names something that does not exist, or something that is asked for has no picture.
+
+    Args:
+        model, choice: as for :func:`plot_weights`.
+        has_data, has_texts: whether there are samples, and texts.
+    """
+    choice.check(model)
+    _refuse_nothing(model, has_data)
+    if has_texts and not tiny_attention(model):
+        raise UserError(
+            "--text: the first half of the model's layers has no tiny attention (gmlp_attention_dim) to draw"
+        )
+    if not spatial_layers(model) and not any(map(choice.has_layer, model.config.sparse_layer_indices())):
+        raise UserError("no picture: no layer that --layers names has experts, and the model has no spatial filters")
+
+
+def _refuse_nothing(model: Stack, has_data: bool) -> None:
     """Raise UserError, with the reason, if there is nothing to draw for this model."""
     if spatial_layers(model) or (has_data and model.config.num_sparse_layers):
         return

@@ -233,8 +233,10 @@ REFUSED = {
 def test_mistakes_are_refused_in_one_sentence(case, data, tmp_path, capsys):
     arch, options, message = REFUSED[case]
     path = save_encoder(tmp_path, arch) if "_mlm" in arch else save(tmp_path, arch)
+    older = tmp_path / "older.json"
+    older.write_text("{}\n")
     options = ["--out", tmp_path / "out", *(option.replace("{data}", str(data)) for option in options)]
-    assert plot(path, *options) == 1
+    assert plot(path, "--json", older, *options) == 1 and older.exists()
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and message in printed.err
     assert not (tmp_path / "out").exists()
