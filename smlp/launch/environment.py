@@ -68,7 +68,8 @@ def keep_difference(git: dict[str, Any] | None, to: Path) -> None:
 
 def _difference(folder: Path) -> bytes:
     """Return what ``git apply`` takes, whatever the encoding and the line ends of the files that were changed."""
-    return _git(folder, "diff", "--binary", "HEAD")
+    as_without_configuration = ("--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short")
+    return _git(folder, "diff", "--binary", *as_without_configuration, "--src-prefix=a/", "--dst-prefix=b/", "HEAD")
 
 
 def _git(folder: Path, *words: str) -> bytes:

@@ -658,6 +658,12 @@ def test_what_a_changed_clone_differs_by_is_kept(tmp_path, monkeypatch):
     (clone / "smlp" / "two.txt").write_bytes(b"caf\xe9s\r\n")
     (clone / "smlp" / "three.bin").write_bytes(bytes(range(255, -1, -1)))
     found = git_revision(clone)
+    settings = {"color.ui": "always", "diff.noprefix": "true", "diff.external": "true"}
+    for number, (name, value) in enumerate(settings.items()):
+        monkeypatch.setenv(f"GIT_CONFIG_KEY_{number}", name)
+        monkeypatch.setenv(f"GIT_CONFIG_VALUE_{number}", value)
+    monkeypatch.setenv("GIT_CONFIG_COUNT", str(len(settings)))
+    assert git_revision(clone) == found
     keep_difference(found, out)
     (patch,) = out.iterdir()
     assert patch.name == f"changes-{found['difference_sha256'][:12]}.patch"
