@@ -191,7 +191,9 @@ def test_which_tokens_the_tiny_attention_connects(arch, data, tmp_path, capsys):
     line = f"{symbols[ids[best.query]]} ({best.query}) -> {symbols[ids[best.key]]} ({best.key})"
     assert line in printed and "layers 0 to 1 in 'w1 w2 ||| w3 w4 w5'" in printed
     assert is_drawn(tmp_path / "attention_0.png") and is_drawn(tmp_path / "attention_1.png")
-    assert plot(path, *arguments, "--data", data) == 0
+    assert plot(path, *arguments, "--data", data, "--text", "w1 w2") == 0
+    assert "--data: the model has no experts" in capsys.readouterr().out
+    assert plot(path, *arguments, "--data", data) == 0 and "--data:" not in capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())["attention"]
     assert [each["text"] for each in found] == [f"line {number} of valid" for number in (1, 2, 3, 4)]
     assert [len(each["tokens"]) for each in found] == [9, 9, 9, 9]
