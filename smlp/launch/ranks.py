@@ -21,7 +21,8 @@ class Place:
     launcher: str
     rank: int
     world_size: int
-    local_rank: int
+    #: number on this machine, from 0; None if the launcher does not tell
+    local_rank: int | None
     #: number of ranks on this machine; None if the launcher does not tell
     local_size: int | None
     #: where the ranks meet, as an init_method of torch.distributed
@@ -76,12 +77,17 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place | None:
         return None
     if rank >= world_size:
         raise UserError(f"RANK is {rank} and WORLD_SIZE {world_size}: ranks count from 0")
+    local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else None
+    local_size = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None
+    if local_size is not None and local_size <= (local_rank or 0):
+        named = environ.get("LOCAL_RANK", "not set")
+        raise UserError(f"LOCAL_RANK is {named} and LOCAL_WORLD_SIZE {local_size}: ranks count from 0")
     return Place(
         launcher="the launcher (WORLD_SIZE)",
         rank=rank,
         world_size=world_size,
-        local_rank=_number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else 0,
-        local_size=_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None,
+        local_rank=local_rank,
+        local_size=local_size,
         init_method="env://",
     )
 
@@ -118,8 +124,15 @@ def device_index(place: Place, visible: int) -> int:
     """Return the number of this rank's GPU among the ``visible`` ones, of which there is at least one.
 
     Raises:
-        UserError: ranks would have to share a GPU.
+        UserError: ranks would have to share a GPU, or nothing tells which of several is this rank's.
     """
+    if place.local_rank is None:
+        if visible == 1:
+            return 0
+        raise UserError(
+            f"LOCAL_RANK is not set, which tells rank {place.rank} the number of its GPU among the {visible} visible "
+            "ones: set it to the number of the rank on its machine, from 0"
+        )
     if max(place.local_size or 0, place.local_rank + 1) <= visible:
         return place.local_rank
     if place.launcher == "srun" and (visible == 1 or place.has_own_devices):
