@@ -208,8 +208,8 @@ def _numbers(option: str, words: str | None) -> list[int] | str | None:
     if words is None or words == "all":
         return words
     numbers = [word.strip() for word in words.split(",")]
-    if not all(number.isdecimal() for number in numbers):
-        raise UserError(f"--{option} takes numbers with commas between them, such as 0,3,6, or all; got {words!r}")
+    if not all(number.isdecimal() and len(number) < 10 for number in numbers):
+        raise UserError(f"--{option} takes numbers with commas between them, such as 0,3,6, or all; got {words!r:.60}")
     return [int(number) for number in numbers]
 
 

@@ -260,7 +260,7 @@ def count_gpus(arguments: list[str]) -> int:
 def train_on_ranks(options: LaunchOptions) -> int:
     """Run ``smlp train`` once for each rank; return the exit status."""
     heartbeat = option_value(options.rest, "--heartbeat-timeout") or ""
-    patience = int(heartbeat) if heartbeat.isdecimal() and int(heartbeat) > 0 else None
+    patience = int(heartbeat) if heartbeat.isdecimal() and len(heartbeat) < 10 and int(heartbeat) > 0 else None
     return run_ranks([*this_program(), "train", *options.rest], options.nproc, patience=patience)
 
 

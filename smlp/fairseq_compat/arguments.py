@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from smlp.errors import UserError
 
+_MOST_DIGITS = 18  # Python refuses to read thousands
 DEFAULT_ARCH = "smlp_tiny"
 TOKENS_PER_BATCH = 4096  # the paper's 4 sequences of 1024 tokens on each rank (Yu et al., 2022, Tables 8 to 10)
 
@@ -38,11 +39,13 @@ def positive_number(arguments: list[str], name: str) -> int | None:
     """Return the value of an option; None if it is not given.
 
     Raises:
-        UserError: it is not a number of at least 1.
+        UserError: it is not a number of at least 1, or has too many digits.
     """
     if not has_option(arguments, name):
         return None
     text = option_value(arguments, name) or ""
+    if len(text) > _MOST_DIGITS:
+        raise UserError(f"{name} needs a number of at most {_MOST_DIGITS} digits, not {text!r:.40}")
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"{name} needs a number of at least 1, not {text!r}")
     return int(text)
@@ -78,7 +81,7 @@ def default_arguments(given: list[str]) -> list[str]:
         tokens = str(preset(arch).max_tokens)
         added += ["--tokens-per-sample", tokens]
     if not has_option(given, "--batch-size", "--max-sentences", "--max-tokens"):
-        if tokens is not None and tokens.isdecimal() and int(tokens) > 0:
+        if tokens is not None and tokens.isdecimal() and len(tokens) <= _MOST_DIGITS and int(tokens) > 0:
             added += ["--batch-size", str(max(1, TOKENS_PER_BATCH // int(tokens)))]
         else:
             added += ["--max-tokens", str(TOKENS_PER_BATCH)]

@@ -104,7 +104,7 @@ def let_waiting_threads_sleep() -> None:
     if any(name in os.environ for name in _WAITING):
         return
     given = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdecimal() else num_cores()
+    threads = int(given) if given.isdecimal() and len(given) < 10 else num_cores()
     if threads > 1 and others_running() + threads > (os.cpu_count() or 1):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 

@@ -28,16 +28,17 @@ def ranks_of_nodes(num_nodes: int, gpus_per_node: int, cpu: bool) -> list[Planne
     Raises:
         UserError: there are more ranks than a table can show.
     """
-    if num_nodes * gpus_per_node > _MOST_RANKS:
-        raise UserError(
-            f"--nodes {num_nodes} with --gpus-per-node {gpus_per_node} are {num_nodes * gpus_per_node:,} ranks: "
-            f"at most {_MOST_RANKS:,}"
-        )
+    _check_number(num_nodes * gpus_per_node, f"--nodes {num_nodes} with --gpus-per-node {gpus_per_node}")
     return [
         PlannedRank(f"node{node}", "cpu" if cpu else f"cuda:{number}")
         for node in range(num_nodes)
         for number in range(gpus_per_node)
     ]
+
+
+def _check_number(num_ranks: int, given: str) -> None:
+    if num_ranks > _MOST_RANKS:
+        raise UserError(f"{given} are {num_ranks:,} ranks: at most {_MOST_RANKS:,}")
 
 
 def ranks_here(num_ranks: int, num_gpus: int) -> list[PlannedRank]:
@@ -46,7 +47,11 @@ def ranks_here(num_ranks: int, num_gpus: int) -> list[PlannedRank]:
     Args:
         num_ranks: W.
         num_gpus: that they may use; 0 for none.
+
+    Raises:
+        UserError: there are more ranks than a table can show.
     """
+    _check_number(num_ranks, f"--nproc {num_ranks}")
     host = socket.gethostname()
     return [PlannedRank(host, f"cuda:{rank}" if num_gpus else "cpu") for rank in range(num_ranks)]
 
@@ -63,9 +68,13 @@ def ranks_from_environment(
 
     Returns:
         The ranks, and the number of this process among them; None without a launcher.
+
+    Raises:
+        UserError: as :func:`place_of`, or there are more ranks than a table can show.
     """
     place = place_of(environ, is_interactive=is_interactive)
     if place is not None and place.init_method == "env://":
+        _check_number(place.world_size, f"WORLD_SIZE {place.world_size}")
         size = place.local_size or place.world_size
         here = place.rank // size
         return [

@@ -10,6 +10,7 @@ from smlp.errors import UserError
 
 # Ports below those of outgoing connections (Linux starts at 32768); their number is prime.
 _FIRST_PORT, _NUM_PORTS = 15013, 16381
+_MOST_DIGITS = 18  # Python refuses to read thousands
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     Raises:
         UserError: the text is not such a list.
     """
-    numbers = r"\d+(-\d+)?"
+    numbers = r"\d{1,18}(-\d{1,18})?"
     entry = rf"([^][,\s]|\[{numbers}(,{numbers})*\])+"
     if not re.fullmatch(f"{entry}(,{entry})*", text):
         raise UserError(
@@ -137,7 +138,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
     """
     counts: list[int] = []
     for entry in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", entry)
         if found is None:
             raise UserError(f"cannot read the numbers of tasks by node {text!r} that Slurm gives")
         counts += [int(found[1])] * int(found[2] or 1)
@@ -160,6 +161,6 @@ def _text(environ: Mapping[str, str], name: str) -> str:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = _text(environ, name)
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
         raise UserError(f"{name} is {text!r}, not a number")
     return int(text)

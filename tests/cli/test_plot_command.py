@@ -204,6 +204,7 @@ REFUSED = {
     "attention without data": ("base_lm_tiny", [], "give --data to draw which tokens go to which of its experts"),
     "a layer too many": ("base_lm_tiny", ["--layers", "0,2"], "--layers names 2, but the model has 2 layers: 0 to 1"),
     "no number": ("base_lm_tiny", ["--layers", "0-1"], "--layers takes numbers with commas between them"),
+    "a number of many digits": ("base_lm_tiny", ["--layers", "9" * 5000], "--layers takes numbers with commas"),
     "an expert too many": ("smlp_tiny", ["--experts", "9"], "--experts names 9, but the model has 4"),
     "nothing to draw": ("base_lm_tiny", ["--layers", "0", "--data", "{data}"], "no layer that --layers names has"),
     "no tokens": ("smlp_tiny", ["--limit-tokens", "0"], "--limit-tokens must be at least 1, got 0"),

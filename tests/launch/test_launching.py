@@ -19,6 +19,7 @@ from smlp.launch.slurm import expand_counts, expand_hosts, port_of, tasks_of_job
 pytestmark = pytest.mark.timeout(120)
 
 TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}
+NO_LOCAL_RANK = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_lists_of_hosts(text: str, hosts: tuple[str, ...]) -> None:
     assert expand_hosts(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["", "n[1-3", "n]1", "a,,b", "n[x]", "n[1-]", "n[-2]", "n[1-2] n3"])
+@pytest.mark.parametrize("text", ["", "n[1-3", "n]1", "a,,b", "n[x]", "n[1-]", "n[-2]", "n[1-2] n3", f"n[{'9' * 5000}]"])
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"list of hosts .* MASTER_ADDR"):
         expand_hosts(text)
@@ -43,8 +44,9 @@ def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
 
 def test_numbers_of_tasks() -> None:
     assert expand_counts("4(x2),1,3") == (4, 4, 1, 3)
-    with pytest.raises(UserError, match="'2x3'"):
-        expand_counts("2x3")
+    for text in ("2x3", "9" * 5000):
+        with pytest.raises(UserError, match=f"'{text}'"):
+            expand_counts(text)
 
 
 def test_steps_at_the_same_time_have_different_ports() -> None:
@@ -87,10 +89,13 @@ def test_torchrun_comes_before_srun() -> None:
         ({**TORCHRUN, "RANK": "4"}, "RANK is 4 and WORLD_SIZE 4"),
         ({**TORCHRUN, "RANK": "1", "WORLD_SIZE": "1"}, "RANK is 1 and WORLD_SIZE 1"),
         ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE is 0"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1 and LOCAL_WORLD_SIZE 1: ranks count from 0"),
+        ({**NO_LOCAL_RANK, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK is not set and LOCAL_WORLD_SIZE 0"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but MASTER_ADDR, MASTER_PORT is not set"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
         ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9+', not a number"),
         ({**LAST_TASK, "SLURM_PROCID": ""}, "SLURM_PROCID is not set"),
+        ({**LAST_TASK, "SLURM_PROCID": "9" * 5000}, "SLURM_PROCID is '9+', not a number"),
         ({**LAST_TASK, "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}, "4 tasks, but SLURM_STEP_TASKS_PER_NODE has 6"),
         ({**LAST_TASK, "SLURM_STEP_NODELIST": "n1"}, "SLURM_STEP_NODELIST 1 hosts"),
     ],
@@ -120,6 +125,10 @@ def test_devices() -> None:
             device_index(place, visible)
     with pytest.raises(UserError, match="at least 3 ranks on a machine with 2 visible GPUs"):
         device_index(Place("torchrun", 2, 3, 2, None, "env://"), visible=2)
+    without = place_of(NO_LOCAL_RANK)
+    assert device_index(without, visible=1) == 0
+    with pytest.raises(UserError, match="LOCAL_RANK is not set, which tells rank 3 the number of its GPU among the 4"):
+        device_index(without, visible=4)
 
 
 def configuration(cpu: bool = False, path: str | None = None, **changes: Any) -> Any:

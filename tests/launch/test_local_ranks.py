@@ -325,6 +325,7 @@ def test_options_are_taken_out_of_the_command_line() -> None:
     ("arguments", "message"),
     [
         (["--nproc", "0"], "--nproc needs a number of at least 1, not '0'"),
+        (["--nproc", "9" * 5000], "--nproc needs a number of at most 18 digits, not '9999"),
         (["--nproc=two"], "--nproc needs a number of at least 1, not 'two'"),
         (["data", "--nproc"], "--nproc needs a number"),
         (["--nodes", "2", "--gpus-per-node", "8"], "--dry-run"),

@@ -41,6 +41,11 @@ def test_a_plan_has_an_end() -> None:
         UserError, match="--nodes 3 with --gpus-per-node 100000000 are 300,000,000 ranks: at most 65,536"
     ):
         ranks_of_nodes(3, 10**8, cpu=False)
+    with pytest.raises(UserError, match="--nproc 100000000 are 100,000,000 ranks: at most 65,536"):
+        ranks_here(10**8, 0)
+    many = {"MASTER_ADDR": "n1", "MASTER_PORT": "1", "WORLD_SIZE": "100000000", "RANK": "0"}
+    with pytest.raises(UserError, match="WORLD_SIZE 100000000 are 100,000,000 ranks: at most 65,536"):
+        ranks_from_environment(many, 0, is_interactive=False)
 
 
 def test_the_default_is_the_largest_group_that_fits() -> None:
