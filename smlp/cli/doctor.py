@@ -148,7 +148,7 @@ def check_fairseq_version() -> Check:
     found = {name: version for name, version in found.items() if version}
     detail = " and ".join(f"{name} {version}" for name, version in found.items()) or "is not installed"
     if len(found) != 1:
-        remedy = f"pip uninstall {' '.join(found)}, then install one of them again" if found else INSTALL
+        remedy = f"pip uninstall {' '.join(found)}, then install {FAIRSEQ[0]} again" if found else INSTALL
         return Check("fairseq", PROBLEM, detail, remedy)
     if "fairseq" in found:
         return Check("fairseq", PROBLEM, f"{detail} does not run on Python 3.11 or newer", INSTALL)

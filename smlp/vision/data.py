@@ -207,7 +207,8 @@ def training_loader(dataset: NamedImages, args: Namespace, config: dict[str, Any
         persistent_workers=False,
     )
     if args.distributed:
-        loader.sampler.seed = args.seed  # timm leaves it at 0
+        # timm leaves it at 0; torch adds the epoch, so that seed 1 has the orders of seed 2, each an epoch later
+        loader.sampler.seed = args.seed
     return loader
 
 

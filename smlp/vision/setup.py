@@ -54,7 +54,7 @@ _OF_THE_CHECKPOINT = (
 def run_folder(args: Namespace) -> Path:
     """Return the folder of the run; a resumed run continues where its checkpoint lies, unless told otherwise."""
     if args.resume and args.experiment is None and args.output is None:
-        folder = Path(args.resume).parent
+        folder = Path(args.resume).resolve().parent  # not that of a link to it
     else:
         name = args.experiment or f"{safe_model_name(args.model)}-{args.img_size or 'default'}-{args.seed}"
         folder = Path(args.output or "output/train") / name
@@ -73,7 +73,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def _continues(resumed: str, held: Path) -> bool:
     """Return whether a run goes on where its checkpoint lies: from the last one, or, if that is gone, another."""
-    return held.samefile(resumed) if held.name == LAST else Path(resumed).parent.samefile(held.parent)
+    return held.samefile(resumed) if held.name == LAST else Path(resumed).resolve().parent.samefile(held.parent)
 
 
 def check_used(args: Namespace, settings: Mapping[str, Any]) -> None:

@@ -90,7 +90,7 @@ class _Loop(Training):
 
     def _one_epoch(self, epoch: int) -> dict[str, float]:
         args, steps = self.args, self.args.grad_accum_steps
-        # no two seeds, ranks or epochs may share random numbers
+        # no two seeds, ranks or epochs may share random numbers (several ranks share torch's orders of images)
         drawn = np.random.SeedSequence([args.seed, epoch, args.rank]).generate_state(1)
         timm.utils.random_seed(int(drawn[0]))
         if args.distributed:

@@ -228,7 +228,7 @@ def write_report(out: Path) -> None:
     }
     if not any(errors.values()):
         raise UserError(f"{out}: no run has ended yet")
-    tables = [_points_table(record, errors, _similarities(out, record, errors)), *_series_tables(record, errors)]
+    tables = [_points_table(record, errors, *_similarities(out, record, errors)), *_series_tables(record, errors)]
     parts = [f"# {record['title']}"]
     if record["paper"]:
         parts.append(f"The paper: {record['paper']}.")
@@ -245,9 +245,15 @@ def write_report(out: Path) -> None:
 
 
 def _points_table(
-    record: dict[str, Any], errors: dict[str, dict[int, float]], similarities: dict[str, dict[int, float]]
+    record: dict[str, Any],
+    errors: dict[str, dict[int, float]],
+    similarities: dict[str, dict[int, float]],
+    without: Sequence[str] = (),
 ) -> Table:
-    """Make the table of all models: errors, and differences from the widest of each series, or its first."""
+    """Make the table of all models: errors, and differences from the widest of each series, or its first.
+
+    ``without`` are sentences about similarities that are missing.
+    """
     rows, facts, source = [], record["facts"], "sweep.json: facts"
     differ = any(len({facts[name]["width"] for name in names}) > 1 for names in record["series"].values())
     for series, names in record["series"].items():
@@ -280,7 +286,8 @@ def _points_table(
     notes = [
         "m is the effective width, C channels, S tokens, L blocks, p the density. The error is top-1 on validation "
         f"after the last epoch; no epoch was chosen. {_num_seeds(errors)}; intervals are Student's t, 95 %, "
-        "over seeds, and differences are paired by seed. A difference is called seen if its interval excludes 0."
+        "over seeds, and differences are paired by seed. A difference is called seen if its interval excludes 0.",
+        *without,
     ]
     return Table("points", record["title"], columns, rows, notes)
 
@@ -335,21 +342,29 @@ def _num_images(data: str, split: str) -> int:
 
 def _similarities(
     out: Path, record: dict[str, Any], errors: dict[str, dict[int, float]]
-) -> dict[str, dict[int, float]]:
-    """Return the mean CKA of branches of the same number with the model of ``similarity``, by model and seed."""
+) -> tuple[dict[str, dict[int, float]], list[str]]:
+    """Return the mean CKA of branches of the same number with the model of ``similarity``, by model and seed.
+
+    The list has a sentence for each run that has none, such as one whose checkpoint is gone.
+    """
     if record["similarity"] is None:
-        return {}
+        return {}, []
     (reference,) = record["series"][record["similarity"]]
     split = record.get("split") or "validation"  # older ones do not say
     batch = min(_BATCH, _num_images(record["data"], split))
     found: dict[str, dict[int, float]] = {}
+    without = []
     for name in record["facts"]:
         for seed in errors[name] if name != reference else ():
             if seed in errors[reference]:
                 pair = [str(run_folder(out, one, seed) / LAST) for one in (reference, name)]
-                cka = compare_checkpoints(*pair, record["data"], split, batch, _BATCHES)["cka"]
+                try:
+                    cka = compare_checkpoints(*pair, record["data"], split, batch, _BATCHES)["cka"]
+                except UserError as error:
+                    without.append(f"{name} has no CKA with seed {seed}: {error}.")
+                    continue
                 found.setdefault(name, {})[seed] = sum(row[i] for i, row in enumerate(cka)) / len(cka)
-    return found
+    return found, without
 
 
 def _draw(record: dict[str, Any], errors: dict[str, dict[int, float]], path: Path) -> None:

@@ -326,13 +326,15 @@ def test_doctor_compares_versions(version: str | None, oldest: str, newest: str,
         ({"ve-fairseq": "0.12.3"}, doctor.OK),
         ({"fairseq-fixed": "0.12.3.1"}, doctor.OK),
         ({"ve-fairseq": "0.12.3", "fairseq-fixed": "0.12.3.1"}, doctor.PROBLEM),
+        ({"ve-fairseq": "0.12.3", "fairseq": "0.12.2"}, doctor.PROBLEM),
         ({"fairseq": "0.12.2"}, doctor.PROBLEM),
         ({}, doctor.PROBLEM),
     ],
 )
 def test_doctor_knows_the_fairseqs(installed: dict[str, str], status: str, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "_installed", installed.get)
-    assert doctor.check_fairseq_version().status == status
+    check = doctor.check_fairseq_version()
+    assert check.status == status and check.remedy.endswith("then install ve-fairseq again") == (len(installed) > 1)
 
 
 def test_doctor_reports_problems(monkeypatch, capsys) -> None:

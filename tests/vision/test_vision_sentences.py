@@ -233,9 +233,15 @@ def test_a_checkpoint_runs_no_code(digits, capsys, tmp_path):
 
 
 def test_a_folder_that_holds_a_run(trained, whole, capsys):
+    from smlp.vision.setup import run_folder
+
     words = ("train", "--data-dir", whole, "--model", "smlp_mixer_tiny", *SMALL)
     line = sentence(capsys, *words, "--output", trained.parents[1], "--experiment", "run")
     assert f"continue it with --resume {trained}" in line
+    link = trained.parents[1] / "link.pth.tar"
+    link.symlink_to(trained)
+    resumed = argparse.Namespace(resume=str(link), experiment=None, output=None, rank=0)
+    assert run_folder(resumed).samefile(trained.parent), "not the folder of the link"
     (trained.parents[1] / "best").mkdir()
     shutil.copy(trained, trained.parents[1] / "best" / "model_best.pth.tar")
     line = sentence(capsys, *words, "--output", trained.parents[1], "--experiment", "best")

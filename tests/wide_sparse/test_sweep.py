@@ -116,6 +116,14 @@ def test_a_sweep_reports_errors_differences_and_similarity(digits, tmp_path, mon
     text = (out / "report.md").read_text()
     assert "# A tiny sweep" in text and "The paper: Figure 5: the error falls." in text
     assert (out / "report.png").stat().st_size > 1000
+    # a checkpoint that is gone costs its similarity alone
+    gone = out / "runs" / f"{name}-s2" / "last.pth.tar"
+    gone.rename(out / "kept")
+    assert main(["wide-sparse", "report", str(out)]) == 0
+    assert f"{name} has no CKA with seed 2: there is no checkpoint {gone}." in (out / "report.md").read_text()
+    row = json.loads((out / "report.json").read_text())[0]["rows"][1]
+    assert set(row["cka"]["by_seed"]) == {"1"} and set(row["error"]["by_seed"]) == {"1", "2"}
+    (out / "kept").rename(gone)
     # finished runs are kept, a seed is added, and a report can be made again
     assert run(write(tmp_path, digits, seeds="[1, 2, 3]", similarity="null"), out) == 0
     assert len(started) == 9
