@@ -27,7 +27,7 @@ from smlp.fairseq_compat.command_line import package_dir, run_training, training
 from smlp.launch.local import run_ranks, this_program
 from smlp.launch.ranks import has_terminal, place_of
 from smlp.launch.stop_signals import EXIT_STOPPED
-from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES
+from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES, Vocabulary
 
 if TYPE_CHECKING:
     from smlp.launch.plan import PlannedRank
@@ -154,21 +154,22 @@ def prepare(cfg: Any) -> list[Path]:
     from smlp.fairseq_compat.loading import check_dictionary_of
 
     task = cfg.task
-    saves = cfg.distributed_training.distributed_rank == 0 and not cfg.checkpoint.no_save
-    if getattr(task, "_name", None) == "squad" and saves and (Path(task.data) / DICTIONARY).is_file():
-        return copy_companions(Path(task.data), Path(cfg.checkpoint.save_dir))
-    if getattr(task, "_name", None) not in ("language_modeling", "masked_lm"):
+    name, saves = getattr(task, "_name", None), cfg.distributed_training.distributed_rank == 0
+    if name == "squad" and (Path(task.data) / DICTIONARY).is_file():
+        directory = task.data
+    elif name in ("language_modeling", "masked_lm"):
+        directory = split_paths(task.data)[0]
+        check_dictionary(directory)
+        if getattr(cfg.dataset, "dataset_impl", None) not in ("raw", "fasta"):
+            check_split(directory, cfg.dataset.train_subset)
+    else:
         return []
-    directories = split_paths(task.data)
-    check_dictionary(directories[0])
-    if getattr(cfg.dataset, "dataset_impl", None) not in ("raw", "fasta"):
-        check_split(directories[0], cfg.dataset.train_subset)
-    if saves:
-        last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"
-        if last.is_file():  # check before a dictionary is copied into its folder
-            check_dictionary_of(str(last), directories[0], cfg.model)
-        return copy_companions(Path(directories[0]), Path(cfg.checkpoint.save_dir))
-    return []
+    if cfg.checkpoint.no_save or not saves:
+        return []
+    last = Path(cfg.checkpoint.save_dir) / "checkpoint_last.pt"
+    if last.is_file():  # check before a dictionary is copied into its folder
+        check_dictionary_of(str(last), directory, cfg.model)
+    return copy_companions(Path(directory), Path(cfg.checkpoint.save_dir))
 
 
 def copy_companions(data: Path, save_dir: Path) -> list[Path]:
@@ -184,8 +185,8 @@ def copy_companions(data: Path, save_dir: Path) -> list[Path]:
     from smlp.files import copy_whole
 
     ours, theirs = save_dir / DICTIONARY, data / DICTIONARY
-    if ours.is_file() and any(save_dir.glob("checkpoint*.pt")) and ours.read_bytes() != theirs.read_bytes():
-        sizes = [len(path.read_text(encoding="utf-8").splitlines()) for path in (ours, theirs)]
+    if ours.is_file() and any(save_dir.glob("checkpoint*.pt")) and _meaning(ours) != _meaning(theirs):
+        sizes = [len(path.read_bytes().splitlines()) for path in (ours, theirs)]
         raise UserError(
             f"--save-dir {save_dir} holds checkpoints trained with another dictionary ({sizes[0]} symbols) "
             f"than {theirs} ({sizes[1]} symbols): choose another --save-dir"
@@ -196,12 +197,20 @@ def copy_companions(data: Path, save_dir: Path) -> list[Path]:
         raise UserError(f"cannot make --save-dir {save_dir}: {error.strerror}") from error
     given = [name for name in COMPANIONS if (data / name).is_file()]
     for name in given:
-        if (save_dir / name).is_file() and (save_dir / name).read_bytes() != (data / name).read_bytes():
+        if (save_dir / name).is_file() and _meaning(save_dir / name) != _meaning(data / name):
             raise UserError(f"--save-dir {save_dir} has another {name} than {data}: choose another --save-dir")
     copied = [save_dir / name for name in given if not (save_dir / name).exists()]
     for path in copied:
         copy_whole(data / path.name, path)
     return copied
+
+
+def _meaning(path: Path) -> bytes | list[str]:
+    """Return the symbols of a dictionary, whose counts mean nothing to a model, or the content of another file."""
+    with contextlib.suppress(UserError):
+        if path.name == DICTIONARY:
+            return Vocabulary.load(path).symbols
+    return path.read_bytes()
 
 
 def read_launch_options(arguments: list[str]) -> LaunchOptions:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,9 +265,36 @@ def test_a_save_dir_keeps_its_dictionary(tiny_data: Path, tmp_path: Path) -> Non
         train.copy_companions(other, tmp_path)
     assert copied[1].read_text() == "of the user"
     (tmp_path / "checkpoint_last.pt").touch()
+    copied[1].write_text("trained")
+    (other / "dict.txt").write_text("one 8\ntwo 7 \n")  # the same symbols
+    assert train.copy_companions(other, tmp_path) == [] and copied[0].read_text() == "one 1\ntwo 2\n"
     with pytest.raises(UserError, match=r"another dictionary \(2 symbols\)"):
         train.copy_companions(tiny_data, tmp_path)
     assert (tmp_path / "dict.txt").read_text() == "one 1\ntwo 2\n"
+
+
+@pytest.mark.parametrize("task", ["squad", "language_modeling"])
+def test_no_dictionary_is_copied_next_to_a_checkpoint_of_another(task: str, tmp_path: Path, monkeypatch) -> None:
+    from smlp.fairseq_compat import data, loading
+
+    def refuse(*arguments: object) -> None:
+        raise UserError("trained with another")
+
+    monkeypatch.setattr(loading, "check_dictionary_of", refuse)
+    monkeypatch.setattr(data, "check_split", lambda *arguments: None)
+    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / "checkpoint_last.pt").touch()
+    (tmp_path / "dict.txt").write_text("one 1\n")
+    cfg = SimpleNamespace(
+        task=SimpleNamespace(_name=task, data=str(tmp_path)),
+        model=None,
+        dataset=SimpleNamespace(train_subset="train"),
+        distributed_training=SimpleNamespace(distributed_rank=0),
+        checkpoint=SimpleNamespace(no_save=False, save_dir=str(tmp_path / "save")),
+    )
+    with pytest.raises(UserError, match="trained with another"):
+        train.prepare(cfg)
+    assert not (tmp_path / "save" / "dict.txt").exists()
 
 
 def test_a_spawned_process_registers_the_plugin() -> None:
