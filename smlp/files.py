@@ -118,14 +118,14 @@ def read_bytes(path: str | Path) -> bytes:
     Raises:
         OSError: it cannot be read, or is a pipe that nothing writes to.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+    with NamedFile(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         content = b""
         if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
             content = file.read(1)  # None if a writer has not written yet
             if content == b"":
                 raise OSError(errno.EPIPE, "nothing writes to this pipe", str(path))
         os.set_blocking(file.fileno(), True)
-        return (content or b"") + file.read()
+        return (content or b"") + file.readall()
 
 
 def read_text(path: str | Path, encoding: str = "utf-8") -> str:

@@ -296,3 +296,11 @@ def test_a_copy_that_fails_once_is_whole(tmp_path, monkeypatch) -> None:
     (tmp_path / "source").write_bytes(content)
     copy_whole(tmp_path / "source", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == content
+
+
+def test_an_error_of_a_file_that_is_read_names_it(tmp_path) -> None:
+    with pytest.raises(IsADirectoryError) as caught:
+        files.read_bytes(tmp_path)
+    assert str(caught.value.filename) == str(tmp_path)
+    (tmp_path / "file").write_bytes(b"a\r\nb")
+    assert files.read_bytes(str(tmp_path / "file")) == b"a\r\nb"
