@@ -46,15 +46,20 @@ def update_range(device: torch.device) -> Iterator[None]:
             torch.cuda.synchronize(device)
 
 
-def trace_of(recorded: profile, path: Path | None = None) -> dict[str, Any]:
+def trace_of(recorded: profile, path: Path | None = None, folder: Path | None = None) -> dict[str, Any]:
     """Return the Chrome trace of a finished profile, and write it to a file if one is given.
+
+    Args:
+        recorded: the profile.
+        path: of the file.
+        folder: for what torch writes meanwhile; that of the system by default.
 
     Raises:
         OSError: there is no room for it.
         UserError: the file cannot be written.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder) / "trace.json"
+    with tempfile.TemporaryDirectory(prefix="profile.", dir=folder) as temporary:
+        written = Path(temporary) / "trace.json"
         recorded.export_chrome_trace(str(written))
         try:
             trace = json.loads(written.read_text(encoding="utf-8"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
@@ -91,8 +90,7 @@ class UpdateProfiler:
 
     def _add(self, recorded: Any, samples: list) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"profile.rank{self.rank}.", dir=self.folder) as folder:
-            trace = trace_of(recorded, Path(folder) / "trace.json")
+        trace = trace_of(recorded, folder=self.folder)
         self.trace.add(trace)
         if self.breakdown is None:
             self.breakdown = Breakdown(self.core.config, measured_rate(self.trainer))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from architectures import LANGUAGE_MODELS
@@ -13,6 +16,7 @@ from smlp.costs.formula import flops_per_token, training_flops, training_work, w
 from smlp.costs.matmul_rate import matmul_rate
 from smlp.costs.profiled import _Trainer
 from smlp.costs.recording import TraceFile, recording, trace_of
+from smlp.fairseq_compat.profiling import UpdateProfiler
 from smlp.parallel import one_process, spans
 
 pytestmark = pytest.mark.timeout(120)
@@ -159,3 +163,11 @@ def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
     trace.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_that_is_cut_short_names_its_own_disk(tmp_path):
+    recorded = SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_text('{"traceEvents": ['))
+    profiler = SimpleNamespace(folder=tmp_path / "run", rank=0)
+    with pytest.raises(OSError, match="the trace was cut short") as caught:
+        UpdateProfiler._add(profiler, recorded, [])
+    assert tmp_path / "run" in Path(caught.value.filename).parents and list((tmp_path / "run").iterdir()) == []
