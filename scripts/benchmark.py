@@ -92,6 +92,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for option, file in (("--json", options.json), ("--markdown", options.markdown)):
         if file is not None:
             check_writable(file, option)  # before 18 minutes of work
+    if options.json and options.markdown and options.json.resolve() == options.markdown.resolve():
+        raise UserError(f"--json and --markdown both name {options.json}: one would overwrite the other")
     return options
 
 

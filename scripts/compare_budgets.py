@@ -81,6 +81,11 @@ def tokens_of(experiment: Results) -> int:
     return experiment.updates * experiment.tokens_per_update
 
 
+def amount_of(tokens: int) -> str:
+    """Return a number of tokens as in tables and figures."""
+    return f"{tokens:,}" if tokens < 100_000 else f"{tokens / 1e6:.2f} M"
+
+
 def find(experiment: Results, name: str) -> Model | None:
     """Return the model of a name; None if the experiment does not have it."""
     return next((model for model in experiment.models if model.name == name), None)
@@ -120,7 +125,7 @@ def write_table(
 ) -> str:
     """Write ``budgets.csv``; return it as Markdown, shortened."""
     budgets = [tokens_of(experiment) for experiment in experiments]
-    heads = [f"{tokens:,} tokens" if tokens < 100_000 else f"{tokens / 1e6:.2f} M tokens" for tokens in budgets]
+    heads = [f"{amount_of(tokens)} tokens" for tokens in budgets]
     lines = [f"| model | parameters (M) | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(heads)}"]
     with (out / TABLE).open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
@@ -209,7 +214,7 @@ def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, su
             axes.errorbar(tokens, values, yerr=(below, above), label=name, capsize=3, elinewidth=1, **options)
     axes.set_xscale("log")
     ticks = [tokens_of(experiment) for experiment in experiments]
-    axes.set_xticks(ticks, [f"{tokens / 1e6:.2g} M" for tokens in ticks])
+    axes.set_xticks(ticks, [amount_of(tokens) for tokens in ticks])
     axes.minorticks_off()
     axes.set_xlabel("tokens of training")
     scored = subset or experiments[0].subsets[0]

@@ -21,7 +21,7 @@ from smlp.evaluation.report import decoded_sizes
 from smlp.text.binarized import read_fairseq_tokens
 from smlp.text.ngram import NGramModel
 from smlp.text.tokenizer import load_tokenizer
-from smlp.text.tokenizer_files import DICTIONARY
+from smlp.text.tokenizer_files import DICTIONARY, Vocabulary
 
 NAMES = {1: "unigram", 2: "bigram", 3: "trigram"}
 
@@ -35,7 +35,7 @@ def baselines(folders: list[Path], subset: str, orders: list[int]) -> list[tuple
     tokenizer = load_tokenizer(folders[0])
     vocab_size = len(tokenizer.vocabulary)
     for folder in folders[1:]:
-        if (folder / DICTIONARY).read_bytes() != (folders[0] / DICTIONARY).read_bytes():
+        if Vocabulary.load(folder / DICTIONARY).symbols != tokenizer.vocabulary.symbols:
             raise UserError(f"{folder} has another dictionary than {folders[0]}: their ids mean other words")
     train = np.concatenate([read_fairseq_tokens(folder / "train").tokens for folder in folders])
     scored = read_fairseq_tokens(folders[0] / subset)

@@ -32,7 +32,7 @@ from smlp.evaluation.curves import draw_curves, read_training_log
 from smlp.evaluation.perplexity import Perplexity, measure_text
 from smlp.experiments.data import encode_splits
 from smlp.experiments.speed import TimedUpdates
-from smlp.files import check_no_other
+from smlp.files import check_no_other, write_whole
 from smlp.launch.local import run_logged
 from smlp.text.binarized import read_fairseq_tokens
 from smlp.text.ngram import NGramModel
@@ -88,7 +88,7 @@ def choose_num_updates(options: argparse.Namespace, data: Path, chosen: Path) ->
             vocab_size = len(Vocabulary.load(data / "dict.txt"))
             seconds = sum(seconds_per_update(arch, vocab_size) for arch in MODELS)
             updates = max(int(options.minutes * 60 / seconds / 10) * 10, 20)
-        chosen.write_text(f"{updates}\n")
+        write_whole(chosen, f"{updates}\n".encode())
     return int(chosen.read_text())
 
 

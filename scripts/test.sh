@@ -53,11 +53,12 @@ report="$(mktemp)"
 trap 'rm -f "$report"' EXIT
 "$VENV/bin/python" -m pytest --junit-xml="$report" "$@" || fail "tests failed"
 [ -s "$report" ] || exit 0 # pytest only printed something, such as --help
-# pytest already fails if no test was collected; this also catches a run in which every test was skipped.
+# pytest fails if no test was collected, unless it only lists them; this catches a run in which every test was skipped.
 "$VENV/bin/python" - "$report" <<'PYTHON' || fail "nothing ran: every collected test was skipped"
 import sys
 import xml.etree.ElementTree as ElementTree
 
 suites = ElementTree.parse(sys.argv[1]).getroot().iter("testsuite")
-sys.exit(sum(int(suite.get("tests")) - int(suite.get("skipped")) for suite in suites) <= 0)
+counts = [(int(suite.get("tests")), int(suite.get("skipped"))) for suite in suites]
+sys.exit(0 < sum(tests for tests, _ in counts) <= sum(skipped for _, skipped in counts))
 PYTHON

@@ -17,7 +17,7 @@ from training_display import TrainingDisplay
 
 from smlp.errors import UserError
 from smlp.files import write_whole
-from smlp.launch.local import failed_step, run_logged
+from smlp.launch.local import end_with_parent, failed_step, run_logged
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS_PER_SAMPLE = 128
@@ -91,8 +91,9 @@ def train(
 
 
 def _watch(command: list[str], display: TrainingDisplay, output: TextIO) -> int:
-    """Run a command, show and record what it prints, and return its exit status."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """Run a command, show and record what it prints, and return its exit status; it does not outlive this process."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=ROOT, text=True, preexec_fn=end_with_parent(), **streams)
     try:
         for line in process.stdout:
             output.write(line)

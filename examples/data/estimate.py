@@ -34,11 +34,18 @@ def main() -> None:
     options = parser.parse_args()
     if options.workers < 1:
         parser.error(f"--workers must be at least 1, got {options.workers}")
+    if not options.link > 0:
+        parser.error(f"--link must be above 0, got {options.link}")
     if not options.plan.is_file():
         parser.error(f"there is no file {options.plan}")
-    sources = json.loads(options.plan.read_text())["sources"]
-    partial, equals, part = options.part.partition("=")
-    if partial and not equals:
+    try:
+        sources = json.loads(options.plan.read_text())["sources"]
+    except (ValueError, TypeError, KeyError):
+        parser.error(f"{options.plan} is damaged, or of something else")
+    partial, _, part = options.part.partition("=")
+    try:
+        share = float(part) if partial else 1.0
+    except ValueError:
         parser.error(f"--part {options.part} is not SOURCE=F")
     text = worked_on = 0.0
     convert = 0.0
@@ -46,7 +53,7 @@ def main() -> None:
         if not row["text_bytes"]:
             print(f"{row['name']}: the size of its text is not known and not in what follows")
             continue
-        own = row["text_bytes"] * (float(part) if row["name"] == partial else 1.0)
+        own = row["text_bytes"] * (share if row["name"] == partial else 1.0)
         text += own
         worked_on += own * (1.0 if row["name"] == partial else options.fraction)
         convert += own / _rate(row["name"])

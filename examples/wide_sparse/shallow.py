@@ -71,6 +71,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=200, help="passes over the images (default: 200)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of start and order")
     args = parser.parse_args()
+    if args.epochs < 1:
+        parser.error(f"--epochs must be at least 1, got {args.epochs}")
     data = {split: read_images(args.data / split) for split in ("train", "validation")}
     for seed in args.seeds:
         for layer in LAYERS:

@@ -33,6 +33,7 @@ from smlp.cli.main import guarded  # noqa: E402
 from smlp.errors import last_line  # noqa: E402
 from smlp.files import write_whole  # noqa: E402
 from smlp.launch.environment import environment  # noqa: E402
+from smlp.launch.local import end_with_parent  # noqa: E402
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 TIME_IS_UP = 75
@@ -142,7 +143,9 @@ def _run(step: Step, out: Path, seconds: float) -> dict[str, object]:
     """Run a step with a time limit; return its record."""
     log, start = out / f"{step.name}.log", time.monotonic()
     with log.open("w") as output:
-        process = subprocess.Popen(step.words, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+        process = subprocess.Popen(
+            step.words, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, preexec_fn=end_with_parent()
+        )
         try:
             status = process.wait(max(seconds, 1))
             late = ""

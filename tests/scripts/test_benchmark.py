@@ -117,6 +117,12 @@ def test_projection_also_beside_the_same_library(monkeypatch):
     assert [(row.other, row.target) for row in rows] == [("masked dense product", 1.6), ("the same by oneDNN", None)]
 
 
+def test_one_report_does_not_overwrite_the_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="--json and --markdown both name b: one would overwrite the other"):
+        benchmark.parse(["--json", "b", "--markdown", str(tmp_path / "b")])
+
+
 def test_the_command_writes_its_reports(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "Settings", lambda device, quick: Settings(device, quick, scale=32))
     monkeypatch.setattr(benchmark, "matmul_rate", lambda *args: 1e9)

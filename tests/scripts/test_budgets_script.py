@@ -57,6 +57,11 @@ def test_each_model_after_each_budget(run, tmp_path, capsys):
     assert all((tmp_path / "out" / f"budgets.{ending}").stat().st_size > 5000 for ending in ("png", "svg"))
 
 
+def test_budgets_are_told_apart_on_the_axis(script):
+    budgets = (2_000, 1_310_720, 1_340_000, 131_072_000)
+    assert [script.amount_of(tokens) for tokens in budgets] == ["2,000", "1.31 M", "1.34 M", "131.07 M"]
+
+
 def test_other_positions_are_refused(run, tmp_path):
     large = write_experiment(tmp_path / "large")
     small = write_experiment(tmp_path / "small", {"gMLP": MODELS["gMLP"]}, tokens_per_update=512)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -99,3 +100,23 @@ def test_mistakes_are_named():
     assert "GPUS=3 does not divide the 128 batches" in shell("smlp", "D", "S", GPUS="3").stderr
     missing = shell("smlp", "D")
     assert missing.returncode == 2 and "usage: bash examples/smlp.sh DATA SAVE_DIR" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data/estimate.py", "plan.json", "--link", "0"], "--link must be above 0, got 0.0"),
+        (["data/estimate.py", "plan.json", "--part", "cc-news=abc"], "--part cc-news=abc is not SOURCE=F"),
+        (["data/estimate.py", "plan.json", "--part", "cc-news"], "--part cc-news is not SOURCE=F"),
+        (["data/estimate.py", "damaged.json"], "damaged.json is damaged, or of something else"),
+        (["wide_sparse/shallow.py", "images", "--epochs", "0"], "--epochs must be at least 1, got 0"),
+    ],
+)
+def test_bad_options_of_scripts_are_one_sentence(words, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "plan.json").write_text('{"sources": []}')
+    (tmp_path / "damaged.json").write_text('{"sources": ')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(EXAMPLES / words[0]), run_name="__main__")
+    assert stop.value.code == 2 and capsys.readouterr().err.endswith(f"{message}\n")

@@ -21,6 +21,23 @@ def command(code):
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+def test_no_step_outlives_the_script(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    import training_runs
+
+    def popen(command, preexec_fn=None, **more):
+        raise InterruptedError if preexec_fn else AssertionError("the command would go on without its parent")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    for start in (
+        lambda: steps._run(steps.Step("one", ["true"], 1), tmp_path, 1.0),
+        lambda: training_runs._watch(["true"], None, None),
+    ):
+        with pytest.raises(InterruptedError):
+            start()
+
+
 def test_steps_are_resumed_and_failures_are_kept(tmp_path, capsys):
     flag = tmp_path / "flag"
     twice = f"""

@@ -1,5 +1,6 @@
 """scripts/quickstart.sh and scripts/test.sh, and what they share in scripts/environment.sh."""
 
+import errno
 import json
 import re
 import runpy
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 from running import REPOSITORY, as_user, shell
+
+from smlp.errors import UserError
 
 pytestmark = pytest.mark.long
 
@@ -92,6 +95,14 @@ def test_quickstart_makes_its_text_anew_where_nothing_was_made_of_it(tmp_path, m
         quickstart["make_text"](options, out / "text")
         assert (out / "text" / "train.txt").read_text().startswith(f"{word} 0\n")
 
+    def full(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("smlp.files.os.fsync", full)
+    with pytest.raises(UserError, match="num_updates: No space left on device"):
+        quickstart["choose_num_updates"](options, None, out / "num_updates")
+    assert not (out / "num_updates").exists(), "an empty one would end every later call"
+
 
 def test_quickstart_leaves_a_users_folder_alone(tiny_text, tmp_path, refused):
     mine = tmp_path / "text" / "book.txt"
@@ -149,6 +160,7 @@ def test_a_test_run_in_which_nothing_ran_fails(tmp_path):
     )
     run = f"bash {scripts}/test.sh -p no:cacheprovider tests"
     assert shell(f"{run} -k test_b", tmp_path).returncode == 0
+    assert shell(f"{run} --collect-only", tmp_path).returncode == 0
     skipped = shell(f"{run} -k test_a", tmp_path)
     assert skipped.returncode == 1 and "nothing ran" in skipped.stderr
     nothing = shell(f"{run} -k no_such_test", tmp_path)
@@ -189,3 +201,15 @@ def test_an_installation_that_is_up_to_date_is_skipped(tmp_path):
 def test_cdpath_of_the_user_changes_no_folder():
     done = shell("export CDPATH=.; source scripts/environment.sh; echo $ROOT; bash examples/recipe.sh", REPOSITORY)
     assert done.stdout.splitlines()[0] == str(REPOSITORY) and len(done.stdout.splitlines()) == 1, done.stdout
+
+
+def test_ngrams_compare_symbols_and_not_counts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    import ngram_baselines
+
+    for name, text in {"first": "a 2\nb 1\n", "counts": "a 4\nb 3 \n", "order": "b 2\na 1\n"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "dict.txt").write_text(text)
+    for name, message in {"counts": "there is no data file", "order": "order has another dictionary than"}.items():
+        with pytest.raises(UserError, match=message):
+            ngram_baselines.baselines([tmp_path / "first", tmp_path / name], "test", [1])
