@@ -62,7 +62,7 @@ def documents_of(text: str, group: str) -> list[Document]:
     documents: list[list[str]] = [[]]
     for line in text.replace("\u00ad", "").split("\n"):
         paragraph = " ".join("".join(c if c.isprintable() or c in "\u200c\u200d" else " " for c in line).split())
-        if paragraph:
+        if paragraph.strip("\u200c\u200d "):
             documents[-1].append(paragraph)
         elif documents[-1]:
             documents.append([])

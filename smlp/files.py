@@ -274,7 +274,8 @@ def _check_replaceable(target: Path, named: str) -> None:
 def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> Iterator[None]:
     """Hold a lock on a folder, which is made if it is missing, and removed again if nothing is written to it.
 
-    Folders above it stay. The operating system releases the lock when the process ends, however it ends. Forked processes do not inherit it.
+    Folders above it stay. The operating system releases the lock when the process ends, however it ends. Forked
+    processes do not inherit it.
     If the file system has no locks, a warning is logged and the block runs.
 
     Args:

@@ -92,7 +92,8 @@ def fetch(wanted: Wanted) -> Outcome:
 
 def _local_parts(wanted: Wanted, local: list[tuple[Path, Path]]) -> list[FilePart]:
     cut_text = wanted.reading.documents_of_text != "file"
-    parts = plan_parts(local, sys.maxsize if wanted.limit_documents else PART_BYTES, cut_text=cut_text)
+    most = sys.maxsize if wanted.limit_documents else min(PART_BYTES, wanted.file_bytes)
+    parts = plan_parts(local, most, cut_text=cut_text)
     return [replace(part, source=wanted.source.name) for part in parts]
 
 

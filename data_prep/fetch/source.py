@@ -119,8 +119,7 @@ def find_source(name: str) -> Source:
         return sources[name]
     if path.exists():
         stem = path.resolve().name if path.is_dir() else name_of(path)
-        title = f"files of {path}"
-        return Source(_safe(stem), title, licence="the user's own", paths=(path,), definition=str(path))
+        return Source(_safe(stem), f"files of {name}", licence="the user's own", paths=(path,), definition=name)
     close = difflib.get_close_matches(name, sources, n=1)
     hint = f"did you mean {close[0]}?" if close else "'smlp data fetch --list' shows the available ones"
     raise UserError(f"there is no source, file or folder {name!r}: {hint}")

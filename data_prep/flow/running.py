@@ -310,7 +310,8 @@ def locked(run: StepRun) -> Iterator[None]:
             )
         if number == 1:
             for path in run.out.rglob(f"*{PARTIAL}"):  # leftovers of killed processes
-                if not is_held(path):  # by a command that begins or finishes now
+                # a command that begins or finishes now holds what it writes, where the file system has locks
+                if not path.name.startswith(SETTINGS) and not is_held(path):
                     path.unlink(missing_ok=True)
         yield
 
@@ -329,7 +330,7 @@ def _do_part(part: FilePart, out: Path, phase: str, work: PartWork, key: str, fo
         """Record a file before it is written, so that it is known whatever happens before the part is done."""
         if not (name := str(path.relative_to(out))).startswith("."):
             names.add(name)
-            record.write_bytes(as_json({"outputs": [{"name": name} for name in names]}))
+            write_bytes(record, as_json({"outputs": [{"name": name} for name in names]}))
 
     token = noting.set(note)
     try:

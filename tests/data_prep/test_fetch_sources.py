@@ -13,7 +13,7 @@ from running import REPOSITORY
 from data_prep.fetch import wanted
 from data_prep.fetch.download import Patience, RemoteFile, from_json
 from data_prep.fetch.listing import KEPT, _checksums, _dumpstatus, kept_files, list_files, months, named
-from data_prep.fetch.source import Listing, Source, built_in, find_source, read_source
+from data_prep.fetch.source import Listing, Source, built_in, read_source
 from data_prep.flow.streams import compression_of
 from smlp.errors import UserError
 
@@ -229,12 +229,6 @@ def test_lists_that_cannot_be_right_are_named(tmp_path):
             _dumpstatus(text, listing.url, replace(listing, job="j"))
     with pytest.raises(UserError, match=r"date=latest needs 'listing.dates' in the source's file"):
         list_files(Source("mine", "Mine", listing=listing), {"date": "latest"}, tmp_path, Patience())
-
-
-def test_one_folder_is_one_source_however_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("my/texts").mkdir(parents=True)
-    assert find_source("my/texts/") == find_source("./my/texts") == find_source("my/texts")
 
 
 def test_what_a_source_says_writes_no_lines_on_the_terminal(tmp_path, capsys):

@@ -18,7 +18,6 @@ from smlp.config.settings import require
 from smlp.errors import UserError
 from smlp.moe.plan import RoutingPlan, random_table
 from smlp.moe.routers.routing import RouterKind, Routing, register_router
-from smlp.ops.fast_paths import is_traced
 from smlp.parallel.spans import ASSIGNMENT, stage
 
 
@@ -74,7 +73,7 @@ class HashRouter(nn.Module):
         Raises:
             UserError: the table is still to come.
         """
-        if not self._is_complete and not is_traced():
+        if not self._is_complete and not torch.compiler.is_compiling():
             if not self.table.is_meta and bool((self.table < 0).any()):
                 raise UserError(
                     "hash_kind=balanced has no table: it is made from the training split (mmap format) when training "
