@@ -30,6 +30,7 @@ _MOST_OF_A_WORD = 50  # characters that may be left out to end with a whole word
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _PUNCTUATION = ".,;:!?'\"()-"
 _JOINERS = "\u200c\u200d"
+_MARKS = "•§¶†‡※‰‱⁂％＃＆＠＊＼"  # Unicode's punctuation, but symbols as those of ASCII are
 _NO_SYMBOLS = ("P", "Mn", "Mc")  # beginnings of Unicode's categories of punctuation, vowel signs and accents
 _ASCII = [chr(code) for code in range(128)]
 _SYMBOLS = [not (c.isalnum() or c.isspace() or c in _PUNCTUATION) for c in _ASCII]
@@ -99,7 +100,8 @@ class Measures:
                 upper += number * character.isupper()
                 digits += number * character.isdigit()
                 is_text = character.isalnum() or character.isspace() or character in _JOINERS
-                symbols += number * (not is_text and not unicodedata.category(character).startswith(_NO_SYMBOLS))
+                is_text |= unicodedata.category(character).startswith(_NO_SYMBOLS) and character not in _MARKS
+                symbols += number * (not is_text)
         return {
             "symbols": symbols / max(visible, 1),
             "digits": digits / max(visible, 1),

@@ -211,7 +211,11 @@ def named_by_format(file_name: str, form: str) -> str:
 
 def named(files: list[RemoteFile], form: str) -> list[RemoteFile]:
     """Name files by the last part of the URL and their format, numbered where two are the same; a URL counts once."""
-    files = list({file.url: file for file in files}.values())
+    once: dict[str, RemoteFile] = {}
+    for file in files:
+        if file.url not in once or not once[file.url].digest:
+            once[file.url] = file
+    files = list(once.values())
     names = [_cut(named_by_format(_base_name(file.url), form)) for file in files]
     taken, copies, found = set(names), Counter[str](), []
     for file, base in zip(files, names, strict=True):

@@ -167,7 +167,7 @@ def _shards(wanted: Wanted, kept_only: bool = False) -> list[tuple[str, dict[str
     files = {"files": found} if (found := hub.files_of(wanted.source.hub)) else {}
     key = {"hub": asdict(wanted.source.hub), **files}
     row = read_json(kept)
-    if row is None or row["key"] != key or (wanted.restart and not kept_only):
+    if row is None or row.get("key") != key or (wanted.restart and not kept_only):
         if kept_only:
             return []
         dataset, number = hub.pinned(wanted.source.hub)

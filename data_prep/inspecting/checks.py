@@ -155,8 +155,6 @@ def inspect(folder: Path, verify: bool, seen: Callable[[int], None]) -> Inspecti
         if shard != shards[0]:
             found.problems += _dictionary_problems(first, shard / DICTIONARY)
         paths = sorted({path.with_suffix("") for kind in ("idx", "bin") for path in shard.glob(f"*.{kind}")})
-        if not paths:
-            found.problems.append(f"{shard} holds no binary data: no .idx files")
         for path in paths:
             name = str(path.relative_to(folder))
             try:
@@ -168,6 +166,8 @@ def inspect(folder: Path, verify: bool, seen: Callable[[int], None]) -> Inspecti
             found.problems += problems
             if not problems:
                 found.files[name] = Statistics.of(file, len(found.vocabulary))
+    if not found.files and not found.problems:
+        found.problems.append(f"{folder} holds no binary data: no .idx files")
     if manifest is not None:
         try:
             found.problems += _manifest_problems(folder, manifest, found, verify, seen)

@@ -34,7 +34,7 @@ def data_of(experiment: Experiment, folder: Folder) -> str:
                 raise UserError(f"{experiment.path}: data {one} has no {DICTIONARY}: smlp data binarize writes one")
         return experiment.data
     made = folder.path / "data"
-    write_json(folder.path / "text.json", check_same_text(experiment.text, folder))
+    write_json(folder.path / "text.json", check_same_text(experiment.text, folder, to_keep=True))
     if not (made / _MANIFEST).is_file():
         _make(experiment.text, folder.path)
     return str(made)
@@ -104,14 +104,15 @@ def check_subsets(experiment: Experiment, data: str) -> None:
             raise UserError(f"{experiment.path}: evaluate.subsets has {subset!r}, and {folder} has no {subset}.idx")
 
 
-def check_same_text(text: TextSource, folder: Folder) -> dict[str, Any]:
-    """Refuse a folder whose data were made from something else; return what ``text.json`` should hold."""
+def check_same_text(text: TextSource, folder: Folder, to_keep: bool = False) -> dict[str, Any]:
+    """Refuse a folder whose data were made from something else; return what ``text.json`` should hold, if asked to."""
     record = folder.path / "text.json"
     wanted = {"source": text.source, "files": [str(path) for path in text.files], "vocab_size": text.vocab_size}
-    if all(path.is_file() for path in text.files):
-        wanted["sha256"] = [sha256_of(path) for path in text.files]
     was_used = any((folder.path / made / _MANIFEST).is_file() for made in ("text", "data"))
-    found = read_json(record) if record.is_file() and was_used else wanted
+    compares = record.is_file() and was_used
+    if (compares or to_keep) and all(path.is_file() for path in text.files):
+        wanted["sha256"] = [sha256_of(path) for path in text.files]
+    found = read_json(record) if compares else wanted
     for name, value in wanted.items():
         if found.get(name, value) != value:
             raise UserError(

@@ -91,7 +91,7 @@ _MACHINE = {"git": Maybe(_GIT), **dict.fromkeys(_PLACE, Maybe(int)), **dict.from
 ENVIRONMENT = Exact({"gpus": Maybe([str]), **_MACHINE})
 #: a line of environment.jsonl
 START = Exact(_MACHINE)
-_GRID = {"option": str, "values": list, "chosen": dict, "updates": int, "seed": int}
+_GRID = {"option": str, "values": list, "chosen": dict, "updates": int, "seed": int, "subset": Maybe(str)}
 TUNED = Exact({**_GRID, "results": Each(Each(Maybe(_NUMBER)))})
 SPEED = {
     "models": Each({"tokens_per_update": Finite(above=0), "seconds_per_update": [Finite(above=0)]}),

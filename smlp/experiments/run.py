@@ -35,6 +35,10 @@ from smlp.experiments.tuning import at_edge, check_runs, choose
 from smlp.files import copy_whole, write_whole
 from smlp.launch.environment import environment, keep_difference
 
+_TWO_JOBS = "two jobs failed to train it"
+#: in the message of a run of the grid that has no value for good, as a rate that is too high may have none
+_GIVEN_UP = ("has diverged", _TWO_JOBS)
+
 
 def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = False) -> int:
     """Do what is not done yet in an experiment; return the exit status.
@@ -210,16 +214,19 @@ def _is_over(folder: Folder, run: PlannedRun) -> bool:
     before = own.state().get("submitted", [])  # updates at each submission; no job of the experiment is in the queue
     if len(before) < 2 or reached(own.log).updates > before[-2]:
         return False
-    own.update_state(state=FAILED, message=f"two jobs failed to train it: see {folder.path / 'slurm' / 'logs'}")
+    own.update_state(state=FAILED, message=f"{_TWO_JOBS}: see {folder.path / 'slurm' / 'logs'}")
     return True
 
 
 def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedModel], chosen: dict[str, Any]) -> int:
     runs = main_runs(experiment, models, chosen)
     states = {run.name: folder.run(run.folder).state() for run in runs}
-    grid = {run.folder: folder.run(run.folder).state() for run in tuning_runs(experiment, models)}
+    grid = {run.folder: folder.run(run.folder).state()["message"] for run in tuning_runs(experiment, models)}
+    for name, message in grid.items():
+        if message:
+            print(f"failed: {name}: {message}", flush=True)
     # including runs that only lack zero-shot results
-    failed = {name: state["message"] for name, state in {**grid, **states}.items() if state["message"]}
+    failed = {name: state["message"] for name, state in states.items() if state["message"]}
     missing = [name for name, state in states.items() if state["state"] not in (DONE, FAILED)]
     left_out = [model.name for model in models if experiment.tuning is not None and model.name not in chosen]
     for name, message in failed.items():
@@ -230,4 +237,5 @@ def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedMod
         print(f"not trained: {name}: every run of its grid failed", flush=True)
     done = sum(state["state"] == DONE for state in states.values())
     print(f"{done} of {len(runs)} runs are done: smlp compare report {shlex.quote(str(folder.path))}", flush=True)
-    return 1 if failed or missing or left_out else 0
+    to_repeat = any(message and not any(words in message for words in _GIVEN_UP) for message in grid.values())
+    return 1 if failed or missing or left_out or to_repeat else 0

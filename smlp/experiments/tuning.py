@@ -41,6 +41,7 @@ def choose(experiment: Experiment, models: Sequence[PlannedModel], runs: Sequenc
             "values": list(tuning.values),
             "updates": tuning.updates,
             "seed": tuning.seed,
+            "subset": experiment.evaluation.subsets[0],
             "results": results,
             "chosen": chosen,
         },
@@ -74,7 +75,8 @@ def best(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the value with the lowest validation loss for each model, and the losses of all values.
 
-    A model whose runs have begun keeps its value of ``tuned.json``, unless one that the grid did not have is better.
+    A model whose runs have begun keeps its value of ``tuned.json``, chosen on this subset, unless one that the grid did
+    not have is better.
 
     Raises:
         UserError: a run was not validated on the first subset, or ``tuned.json`` is damaged.
@@ -98,7 +100,8 @@ def best(
     by_text = {str(value): value for value in tuning.values}
     before = {"values": [], "chosen": {}}
     if folder.tuned.is_file():
-        before = read_json(folder.tuned, {"values": list, "chosen": dict})
+        found = read_json(folder.tuned, {"values": list, "chosen": dict})
+        before = found if found.get("subset", subset) == subset else before
     older = set(map(str, before["values"]))
     begun = [run for run in main_runs(experiment, models, before["chosen"]) if folder.run(run.folder).is_begun]
     has_begun = {run.model.name for run in begun}

@@ -112,13 +112,13 @@ def test_a_run_of_the_grid_that_ends_badly_and_its_retry(planned, monkeypatch, c
     """A failed one leaves the choice to the others, which its retry does not change; a stopped one is waited for."""
     experiment, models, folder = planned()
     folder.path.mkdir()
-    bad = ["tune/b-0.002"]
+    bad, said = ["tune/b-0.002"], ["train failed: it has diverged"]
 
     def run_here(experiment, folder, data, runs, *rest):
         for run in runs:
             own = folder.run(run.folder)
             if run.folder in bad:
-                own.update_state(state=state, message="train failed" if state == FAILED else None)
+                own.update_state(state=state, message=said[0] if state == FAILED else None)
             else:
                 log(own, run.updates, valid=5.0 - 1e3 * run.recipe["lr"])
                 own.update_state(state=DONE, trained=True, message=None)
@@ -127,6 +127,10 @@ def test_a_run_of_the_grid_that_ends_badly_and_its_retry(planned, monkeypatch, c
     monkeypatch.setattr(experiment_run, "run_here", run_here)
     monkeypatch.setattr(experiment_run, "time_here", lambda *args: None)
     monkeypatch.setattr(experiment_run, "_note_environment", lambda *args: None)
+    if state == FAILED:  # a rate that is too high is no failure
+        assert experiment_run.run_experiment(experiment, folder) == 0
+        assert "failed: tune/b-0.002: train failed: it has diverged" in capsys.readouterr().out
+    said[0] = "train failed"
     assert experiment_run.run_experiment(experiment, folder) == 1
     printed = capsys.readouterr().out
     assert ("failed: tune/b-0.002: train failed" if state == FAILED else "not trained yet: tune/b-0.002") in printed

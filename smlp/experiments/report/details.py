@@ -241,21 +241,18 @@ def tuning_table(results: Results) -> Table | None:
         chosen = tuned["chosen"].get(model.name)
         row["chosen"] = label(None if chosen is None else str(chosen), f"tuned.json: chosen.{model.name}")
         rows.append(row)
-    notes = [
-        f"Perplexity per token on {results.subsets[0]} after {tuned['updates']:,} updates with seed {tuned['seed']}; "
-        "the lowest value of each row was chosen."
-    ]
     kept = []
     for name, value in tuned["chosen"].items():
         by_value = tuned["results"].get(name, {})
         own = by_value.get(str(value))
         if own is not None and any(found is not None and found < own for found in by_value.values()):
             kept.append(name)
+    notes = [
+        f"Perplexity per token on {results.subsets[0]} after {tuned['updates']:,} updates with seed {tuned['seed']}; "
+        "the lowest value of each row was chosen."
+    ]
     if kept:
-        notes.append(
-            "A run of the grid that had failed ended better when it was repeated, but the runs of the comparison had "
-            f"begun by then: {', '.join(kept)}."
-        )
+        notes[0] = f"{notes[0][:-1]}, but not of {', '.join(kept)}, whose runs had begun when a better one came."
     edge = at_edge(tuned["values"], tuned["chosen"])
     if edge:
         notes.append(f"The choice is at the edge of the grid, and a value outside might be better: {', '.join(edge)}.")
