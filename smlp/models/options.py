@@ -7,17 +7,13 @@ import functools
 import logging
 from typing import Any, Optional
 
-from fairseq.dataclass.configs import FairseqConfig
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, register_model_architecture
-from fairseq.registry import REGISTRIES
 
 from smlp.config import LEAKY_WARNING, ModelConfig, all_settings, presets
 from smlp.config.ignored_settings import ignored_settings
-from smlp.config.own_settings import own_fields
 from smlp.config.presets import FROM_TASK, PRESETS, TASK_OPTIONS, from_training_options
 from smlp.config.settings import help_of
 from smlp.criterions.choice import settle_criterion
-from smlp.errors import UserError
 from smlp.fairseq_compat.profiling import WARM_UP
 
 logger = logging.getLogger(__name__)
@@ -32,22 +28,6 @@ def option(name: str, kind: type, help_text: str, default: Any = None) -> tuple[
     return name, option_type, dataclasses.field(default=default, metadata={"help": help_text})
 
 
-def check_own_names() -> None:
-    """Refuse settings of plug-ins that are named like an option of fairseq, which would set both without a word.
-
-    Raises:
-        UserError: the message names the option.
-    """
-    parts = [field.type for field in dataclasses.fields(FairseqConfig)]
-    parts += [kind for registry in REGISTRIES.values() for kind in registry["dataclass_registry"].values()]
-    taken = {field.name for part in parts if dataclasses.is_dataclass(part) for field in dataclasses.fields(part)}
-    for name, field in own_fields().items():
-        if name in taken:
-            owner, option_name = field.metadata["owner"], name.replace("_", "-")
-            raise UserError(f"{owner!r} has a setting {name!r}, but --{option_name} is an option of fairseq: rename it")
-
-
-check_own_names()
 MODEL_OPTIONS = [
     option(setting.name, _OPTION_TYPES[setting.type], help_of(setting))
     for name, setting in all_settings().items()

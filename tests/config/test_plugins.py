@@ -317,20 +317,6 @@ def test_choices_of_own_settings_are_checked_and_shown(tmp_path, monkeypatch):
         smlp.preset("smlp_tiny", router="free", free_size=4)
 
 
-def test_a_setting_that_is_an_option_of_fairseq_is_refused_in_training(tmp_path, monkeypatch):
-    from smlp.models.options import check_own_names
-
-    check_own_names()
-    (tmp_path / "warm.py").write_text(
-        START + "@dataclass(frozen=True)\nclass S:\n  updates: int = setting(8, 'h')\nFree.settings = S\n"
-        "register_router('warmup')(Free)"
-    )
-    monkeypatch.setenv(plugins.VARIABLE, str(tmp_path / "warm.py"))
-    assert smlp.preset("smlp_tiny", router="warmup", warmup_updates=3), "a model that is built in Python may have it"
-    with pytest.raises(smlp.UserError, match="'warmup' has a setting 'warmup_updates', but --warmup-updates is an"):
-        check_own_names()
-
-
 def test_what_a_failing_file_had_imported_can_be_named_afterwards(tmp_path, monkeypatch):
     (tmp_path / "part.py").write_text(
         "from smlp.extend import register_architecture\nregister_architecture('mine', like='smlp')\n"
