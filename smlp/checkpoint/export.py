@@ -186,7 +186,8 @@ def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str,
     known = {*all_settings(), *RETIRED_SETTINGS}
     for name, value in other.items():
         if name not in known:
-            raise UserError(f"{path} has an unknown setting {name!r}: it is of a newer version{PRESETS.hint}")
+            whose = "it is of a newer version, or of a router or block that is not registered here"
+            raise UserError(f"{path} has an unknown setting {name!r}: {whose}{PRESETS.hint}")
         if value != settings[name]:
             raise UserError(
                 f"{path} is a damaged export: {name} is {settings[name]!r} in its settings, {value!r} in its cfg"

@@ -125,7 +125,7 @@ class PromptLoop:
         answer = written.tokens
         if written.finish == "stop":  # a stop string is neither shown nor part of the text
             text = shown.encode()
-            while text and not text[:1].isspace() and tokens and tokens[-1] not in (end, Vocabulary.bos):
+            while text and not text[:1].isspace() and tokens and tokens[-1] > Vocabulary.unk:
                 text = writer.tokenizer.content(tokens.pop()) + text  # of the word that the answer continues
             answer = writer.tokenizer.encode_lines(text.decode("utf-8", "replace"))
         self._tokens = tokens + answer

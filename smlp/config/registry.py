@@ -92,7 +92,8 @@ _TABLES = (ROUTERS, DENSE_BLOCKS, SPARSE_BLOCKS, ARCHITECTURES)
 _loaded: str | None = None
 #: threads that are inside load()
 _loading: set[int] = set()
-_lock = threading.RLock()
+_lock = threading.Lock()
+_PATIENCE_SECONDS = 10.0
 
 
 def load() -> None:
@@ -109,11 +110,16 @@ def load() -> None:
     try:
         for module in _BUILT_IN:
             importlib.import_module(module)  # if another thread imports it, this waits
-        with _lock:
-            if wanted != _loaded:
+        # not for ever: a plug-in may wait for a thread of its own that looks something up
+        is_first = _lock.acquire(timeout=_PATIENCE_SECONDS)
+        try:
+            if is_first and wanted != _loaded:
                 for path in plugins.named_files(wanted):
                     _load_file(path)
                 _loaded = wanted
+        finally:
+            if is_first:
+                _lock.release()
     finally:
         _loading.discard(thread)
 

@@ -103,7 +103,7 @@ class Progress:
         done = self._updates()
         share = done / max(1, self.total)
         if self.live:
-            print(f"\r{self.line(done, now):<118}", end="", flush=True)
+            print(f"\r\x1b[K{self.line(done, now)}", end="", flush=True)
             self._is_open = True
         elif share - self._last_share >= _SHARE_BETWEEN_LINES:
             self._last_share = share
@@ -123,7 +123,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a text on a line of its own."""
-        print(f"\r{text:<118}" if self.live else text, flush=True)
+        print(f"\r\x1b[K{text}" if self.live else text, flush=True)
         self._is_open = False
 
     def end(self) -> None:

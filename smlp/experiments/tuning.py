@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,7 +80,7 @@ def best(
     not have is better.
 
     Raises:
-        UserError: a run was not validated on the first subset, or ``tuned.json`` is damaged.
+        UserError: a run was not validated on the first subset.
     """
     tuning, subset = experiment.tuning, experiment.evaluation.subsets[0]
     results: dict[str, dict[str, float | None]] = {model.name: {} for model in models}
@@ -99,8 +100,8 @@ def best(
             results[run.model.name][value] = valid[-1].perplexity if is_last else None
     by_text = {str(value): value for value in tuning.values}
     before = {"values": [], "chosen": {}}
-    if folder.tuned.is_file():
-        found = read_json(folder.tuned, {"values": list, "chosen": dict})
+    with contextlib.suppress(UserError):  # a damaged one is written anew
+        found = read_json(folder.tuned, {"values": list, "chosen": dict}) if folder.tuned.is_file() else before
         before = found if found.get("subset", subset) == subset else before
     older = set(map(str, before["values"]))
     begun = [run for run in main_runs(experiment, models, before["chosen"]) if folder.run(run.folder).is_begun]

@@ -197,10 +197,12 @@ def kind_of(vocabulary: Vocabulary, model: str | Path | None) -> Kind:
             raise UserError(f"no piece of {model} is in the dictionary of {len(vocabulary)} symbols: they do not match")
         return kind
     missing = ""
-    symbols = [symbol for symbol in vocabulary.symbols if not symbol.startswith("madeupword")]  # without fillers
-    if any(symbol.startswith(WORD_START) for symbol in symbols):
+    numbers = sum(symbol.isdecimal() for symbol in vocabulary.symbols)
+    # fillers of a padded dictionary do not count; byte-level BPE has an id for each byte
+    fillers = sum(symbol.startswith("madeupword") for symbol in vocabulary.symbols) if numbers >= 256 else 0
+    if any(symbol.startswith(WORD_START) for symbol in vocabulary.symbols):
         missing = f"SentencePiece pieces but there is no {SENTENCEPIECE_MODEL}"
-    elif 2 * sum(symbol.isdecimal() for symbol in symbols) > len(symbols):
+    elif 2 * numbers > len(vocabulary) - fillers:
         missing = f"ids of byte-level BPE but there is no {ENCODER_JSON}"
     if missing:
         raise UserError(

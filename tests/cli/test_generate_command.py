@@ -321,12 +321,15 @@ def test_an_answer_within_a_word_stays_within_it(tmp_path, monkeypatch, capsys):
     model = train_sentencepiece(["help the health of others there"] * 3, 25)
     (tmp_path / "sentencepiece.model").write_bytes(model)
     lm = smlp.load_pretrained(write_checkpoint(tmp_path, pieces_of(model), max_tokens=40)[0])
-    loop, answers = prompt_loop.PromptLoop(lm.writer(3, stop=["e"])), iter(["th", " of h", "\nth", ""])
+    loop, answers = prompt_loop.PromptLoop(lm.writer(3, stop=["e"])), iter(["th", " of h", "\nth", "", "th"])
     monkeypatch.setattr(TextWriter, "follow", lambda *arguments: iter([(Text(0, finish="stop"), next(answers))]))
     for line in ("a hel", "", "", "of"):
         loop._answer(line)
     assert loop._tokens[0] == lm.start_token
     assert loop._tokens[1:] == lm.tokenizer.encode_lines("a helth of h\nth\nof")
+    before = loop._tokens
+    loop._answer("h\u00e9")  # what is unknown has no text to be read again
+    assert loop._tokens[len(before) :].count(Vocabulary.unk) == 1
 
 
 def test_a_line_that_is_no_utf_8_is_refused_alone(path, monkeypatch, capsys):

@@ -604,7 +604,9 @@ def test_progress_says_how_long_it_takes(planned, capsys):
     progress.end()
     progress.end()
     first, second, last = capsys.readouterr().out.split("\n")
-    assert not last and [len(part) for part in (*first.split("\r"), *second.split("\r"))] == [0, 118, 118, 0, 118]
+    drawn = [part.removeprefix("\x1b[K") for part in (*first.split("\r"), *second.split("\r"))]  # each erases the line
+    assert not last and drawn[0] == drawn[3] == "" and drawn[2] == "a-s1: done"
+    assert all(part.startswith("20 of 200 updates") for part in (drawn[1], drawn[4])) and first.count("\x1b[K") == 2
     assert [duration(seconds) for seconds in (89, 1200, 7260, 400_000)] == ["89 s", "20 min", "2 h 01 min", "4.6 days"]
 
 

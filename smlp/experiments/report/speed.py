@@ -79,7 +79,7 @@ def first_crossing(points: Sequence[LossPoint], perplexity: float) -> float | No
 
 
 def averaged_runs(results: Results, model: Model) -> list[RunResult]:
-    """Return the drawn runs, without finished ones whose validations end early: these have diverged."""
+    """Return the drawn runs, without finished ones whose log lacks a finite last validation."""
     runs = [run for run in results.drawn(model) if run.curve.valid]
     return [run for run in runs if not run.is_done or run.curve.valid[-1].num_updates >= results.updates]
 

@@ -99,13 +99,15 @@ class BalancedRouter(TrainedRouter):
     def _decide(self, logits_NE: Tensor, token_ids_N: Tensor | None, order_N: Tensor | None) -> RoutingPlan:
         if self.offsets is not None and self.training:
             self.offsets.count(self.offsets(logits_NE).argmax(dim=1), logits_NE)
-        if self.looks_ahead():
+        is_exported = torch.compiler.is_exporting()  # to a graph that cannot branch on the value of ``warming``
+        if not is_exported and self._is_warming:
+            assert token_ids_N is not None
+            return RoutingPlan.from_experts(self.table[token_ids_N], logits_NE.size(1))
+        if self.training:
             return balanced_plan(logits_NE, order_N)
         check_no_nan(logits_NE)
         expert_N = (logits_NE if self.offsets is None else self.offsets(logits_NE)).argmax(dim=1)
-        if self.warmup:
-            assert token_ids_N is not None
-            # not a branch: torch.export has no values to branch on
+        if is_exported and self.warmup:
             expert_N = torch.where(self.warming > 0, self.table[token_ids_N], expert_N)
         return RoutingPlan.from_experts(expert_N, logits_NE.size(1))
 
