@@ -96,8 +96,6 @@ def settings_of(args: argparse.Namespace) -> Cleaning:
         if least > most and off.keys().isdisjoint(rules):
             option = name.replace("_", "-")
             raise UserError(f"--min-{option} {least} is above --max-{option} {most}: no document would be kept")
-    if args.language not in ("en", "any") and "language" in args.without:
-        raise UserError(f"--language {args.language} contradicts --without language: leave one out, or use any")
     if args.language != "any" and "language" not in args.without and args.language not in languages():
         raise UserError(f"--language {args.language!r} is unknown: choose any or one of {', '.join(languages())}")
     values = {item.name: getattr(args, item.name) for item in _NUMBERS}

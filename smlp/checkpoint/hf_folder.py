@@ -65,7 +65,7 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
     size = options.get("vocab_size", checkpoint.config.vocab_size)
     if size != checkpoint.config.vocab_size:
         raise UserError(f"{path}: vocab_size is {size!r:.40}, but the weights have {checkpoint.config.vocab_size}")
-    for problem in fit_problems(checkpoint):
+    for problem in fit_problems(checkpoint, reads_weights=True):
         raise UserError(problem.replace(checkpoint.prefix, _CORE))  # the names in the files
     if DICTIONARY in files:
         _check_same_ids(folder, tokenizer_of(checkpoint).vocabulary)

@@ -40,8 +40,8 @@ def tokens_of(lines: list[str], tokenizer: Tokenizer) -> BinarizedTokens:
 
 
 def original_sizes(lines: list[str], stream: BinarizedTokens) -> TextSizes:
-    """Return the sizes of the original text; those of each line are assigned to its last token, or to the one before
-    if it has none.
+    """Return the sizes of the original text; those of each line are assigned to its last token, or, if it has none, to
+    the one before (at the beginning, to the first).
 
     Raises:
         UserError: the text has another number of lines than the stream.

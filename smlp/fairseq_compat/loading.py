@@ -464,6 +464,8 @@ def newest_loadable(path: Path, compare: bool = False, suffix: str = "") -> Path
             reader = attach(state, other, compare)
             for part in reader.index.parts if reader else ():
                 reader.open(part)
+            if moment_problems(state, other):
+                continue
             if not compare or record_problem(other) is None:
                 return other
         except UserError:

@@ -388,7 +388,6 @@ def test_command(tmp_path, capsys):
         (["--min-probability", "2"], "--min-probability must be at most 1, got 2.0"),
         (["--language-characters", "0"], "--language-characters must be at least 1, got 0"),
         (["--language", "xx"], "--language 'xx' is unknown: choose any or one of"),
-        (["--language", "de", "--without", "language"], "--language de contradicts --without language: leave one out"),
         (["--min-words", "9", "--max-words", "8"], "--min-words 9 is above --max-words 8"),
         (["--min-words", "9", "--without", "few-words"], "--min-words 9 has no effect with --without few-words"),
         (["--menu-lines", "9", "--without", "navigation"], "--menu-lines 9 has no effect with --without navigation"),
