@@ -462,7 +462,7 @@ def newest_loadable(path: Path, compare: bool = False, suffix: str = "") -> Path
             if not is_resumable or _missing_entries(state, other) or progress_problems(state, other):
                 continue
             reader = attach(state, other, compare)
-            for part in reader.index.parts if reader else ():
+            for part in reader.index.parts if reader and compare else ():  # else the sizes tell
                 reader.open(part)
             if moment_problems(state, other):
                 continue
