@@ -103,8 +103,11 @@ def load() -> None:
         UserError: a file is missing or fails; nothing of it stays registered.
     """
     global _loaded
-    wanted, thread = os.environ.get(plugins.VARIABLE, ""), threading.get_ident()
-    if wanted == _loaded or thread in _loading:  # a plug-in looks something up while it is loaded
+    wanted = os.environ.get(plugins.VARIABLE, "")
+    if wanted == _loaded:  # first: torch.compile traces this, and knows no threads
+        return
+    thread = threading.get_ident()
+    if thread in _loading:  # a plug-in looks something up while it is loaded
         return
     _loading.add(thread)
     try:
