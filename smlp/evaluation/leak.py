@@ -61,9 +61,11 @@ class LeakReport:
 
 
 def default_positions(max_tokens: int, count: int = 9) -> list[int]:
-    """Return about ``count`` positions from 1 to T-1, ends included."""
+    """Return about ``count`` positions from 1 to T-1, ends included; a single one in the middle, where most is seen."""
     last = max_tokens - 1
     count = min(count, last)
+    if count == 1:
+        return [max_tokens // 2]
     return sorted({1 + round(i * (last - 1) / max(count - 1, 1)) for i in range(count)}) if last >= 1 else []
 
 

@@ -225,5 +225,5 @@ def test_every_replaced_token_is_another_one(monkeypatch):
 
 def test_positions_reach_both_ends():
     assert default_positions(128)[0] == 1 and default_positions(128)[-1] == 127
-    assert default_positions(2) == [1] and default_positions(1) == []
+    assert default_positions(2) == [1] and default_positions(1) == [] and default_positions(128, 1) == [64]
     assert len(default_positions(1024, 5)) == 5
