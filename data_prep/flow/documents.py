@@ -151,10 +151,11 @@ class _Lines:
         while True:
             start = self.offset
             try:
-                line = self._stream.readline(self._max_bytes + 1)
+                line = self._stream.readline(self._max_bytes + len(b"\r\n"))
                 self.offset += len(line)
-                if len(line) > self._max_bytes and not line.endswith(b"\n"):
-                    self._skip_line()
+                if len(line.removesuffix(b"\n").removesuffix(b"\r")) > self._max_bytes:
+                    if not line.endswith(b"\n"):
+                        self._skip_line()
                     line = None
             except DamagedFile as error:
                 self.damage, self.broken_off = str(error), True
@@ -251,7 +252,7 @@ def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Rec
             continue
         if not collected and not too_long:
             first = offset
-        size += reading.max_bytes + 2 if line is None else len(line)
+        size += reading.max_bytes + 2 if line is None else len(line) - line.endswith(b"\r\n")
         if size - (line is None or line.endswith(b"\n")) > reading.max_bytes:  # the last line's end does not count
             collected, too_long = [], True
         elif not too_long:

@@ -281,14 +281,17 @@ def test_parts_have_names_of_their_own(tmp_path):
         find_files([tmp_path / "pipe.txt"], [".txt"])
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("kind", ["blank", "line", "file"])
-def test_a_document_may_be_exactly_as_long_as_the_limit(kind, tmp_path):
+def test_a_document_may_be_exactly_as_long_as_the_limit(kind, end, tmp_path):
     path = tmp_path / "a.txt"
-    path.write_bytes(b"a" * 10 + b"\n")
+    path.write_bytes(b"a" * 10 + end)
     settings = ReadSettings(documents_of_text=kind, max_bytes=10)
     assert list(documents_in(path, settings)) == [Record("a" * 10, "a.txt:0", "a")]
-    path.write_bytes(b"a" * 11 + b"\n")
+    path.write_bytes(b"a" * 11 + end)
     assert Loss("longer than 10 bytes", f"{path}:0") in list(documents_in(path, settings))
+    path.write_bytes(b"aaaa" + end + b"bbbbb" + end)
+    assert all(isinstance(document, Record) for document in documents_in(path, settings))
 
 
 def test_parquet(tmp_path):
