@@ -22,7 +22,7 @@ def apply() -> None:
     _keep_last_batches()
     _refuse_long_samples()
     _keep_batches_of_first_epoch()
-    _shuffle_after_curriculum()
+    _tell_loaders_of_epochs()
     _count_repeated_batches_as_nothing()
     _save_number_of_ranks()
 
@@ -130,11 +130,11 @@ def _keep_batches_of_first_epoch() -> None:
     FairseqTask.get_batch_iterator = get_batch_iterator
 
 
-def _shuffle_after_curriculum() -> None:
-    """Shuffle the epochs after those of ``--curriculum N``, whose batches stay in their order.
+def _tell_loaders_of_epochs() -> None:
+    """Shuffle the epochs after those of ``--curriculum N``, and draw masks anew in each epoch.
 
-    One data loader serves all epochs, and fairseq told it only once whether to shuffle: later epochs were not shuffled
-    either, unless a run was resumed.
+    One data loader serves all epochs. fairseq told it only once whether to shuffle, and its workers kept the data set as
+    it was in the first epoch, so that masks were those of that epoch, unless a run was resumed.
     """
     from fairseq.data.iterators import EpochBatchIterator
 
@@ -142,11 +142,23 @@ def _shuffle_after_curriculum() -> None:
 
     @functools.wraps(begin_epoch)
     def get_iterator_for_epoch(self: EpochBatchIterator, epoch: int, shuffle: bool, *rest: Any, **kw: Any) -> Any:
+        drawn_for = _epoch_of(self.dataset) if self.num_workers else None
         if self.dataloader is not None:
             self.epoch_batch_sampler.shuffle = shuffle
+            if self.workers_draw_for != drawn_for:
+                self.dataloader = None  # new workers
+        self.workers_draw_for = drawn_for
         return begin_epoch(self, epoch, shuffle, *rest, **kw)
 
     EpochBatchIterator._get_iterator_for_epoch = get_iterator_for_epoch
+
+
+def _epoch_of(dataset: Any) -> int | None:
+    """Return the epoch for which a data set, or one that it wraps, draws what it hands out; None if none draws."""
+    if isinstance(own := getattr(dataset, "epoch", None), int):
+        return own
+    inner = (getattr(dataset, "dataset", None), *getattr(dataset, "defn", {}).values())
+    return next((epoch for part in inner if part is not None and (epoch := _epoch_of(part)) is not None), None)
 
 
 def _count_repeated_batches_as_nothing() -> None:

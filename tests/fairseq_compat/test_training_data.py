@@ -162,3 +162,38 @@ def test_a_worker_that_cannot_pass_its_batches_ends_the_run(tiny_data):
     run = run_python("-c", NARROW, *words, "--cpu", timeout=60)
     assert run.rc == 1 and "a process that reads batches cannot pass them on: " in run.stderr, run.stderr
     assert run.errors[-1].startswith("smlp: error: a process that reads batches has ended (DataLoader worker")
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_masks_are_drawn_anew_in_each_epoch_whatever_the_workers(position):
+    """Also where a run is resumed: at the beginning of the third epoch, and after a batch of it."""
+    import torch
+    from fairseq.data import Dictionary, ListDataset, MaskTokensDataset
+    from fairseq.data.iterators import EpochBatchIterator
+
+    from smlp.fairseq_compat import apply
+
+    apply()
+    vocabulary = Dictionary()
+    mask = vocabulary.add_symbol("<mask>")
+    words = [vocabulary.add_symbol(str(number)) for number in range(40)]
+    texts = ListDataset([torch.tensor(words[:32]).roll(number) for number in range(6)], [32] * 6)
+
+    def begun(workers):
+        masked, _ = MaskTokensDataset.apply_mask(texts, vocabulary, vocabulary.pad(), mask, seed=1)
+        lists = {"collate_fn": torch.stack, "batch_sampler": [[0, 1], [2, 3], [4, 5]], "num_workers": workers}
+        return EpochBatchIterator(masked, **lists, reuse_dataloader=True, persistent_workers=workers > 0)
+
+    def drawn(iterator):
+        return torch.cat(list(iterator.next_epoch_itr(shuffle=False))).tolist()
+
+    here, worker = begun(0), begun(1)
+    epochs = [drawn(here) for _ in range(3)]
+    assert [drawn(worker) for _ in range(3)] == epochs and epochs[0] != epochs[1] != epochs[2]
+    resumed = begun(1)
+    resumed.dataset.set_epoch(3)  # as the task does
+    resumed.load_state_dict({"epoch": 3, "iterations_in_epoch": position, "shuffle": False})
+    assert drawn(resumed) == epochs[2][2 * position :]
+    kept = worker.dataloader
+    worker.next_epoch_itr(shuffle=False, set_dataset_epoch=False)  # as validation does
+    assert worker.dataloader is kept
