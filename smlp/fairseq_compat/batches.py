@@ -133,8 +133,8 @@ def _keep_batches_of_first_epoch() -> None:
 def _tell_loaders_of_epochs() -> None:
     """Shuffle the epochs after those of ``--curriculum N``, and draw masks anew in each epoch.
 
-    One data loader serves all epochs. fairseq told it only once whether to shuffle, and its workers kept the data set as
-    it was in the first epoch, so that masks were those of that epoch, unless a run was resumed.
+    One data loader serves all epochs. fairseq told it only once whether to shuffle, and its workers kept the data set
+    as it was in the first epoch, so that masks were those of that epoch, unless a run was resumed.
     """
     from fairseq.data.iterators import EpochBatchIterator
 

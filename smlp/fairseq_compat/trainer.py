@@ -172,6 +172,8 @@ class SparseTrainer(Trainer):
             check_seen_by_all(filename)
         with said_in_one_sentence(filename), reading_moments(not reset_optimizer), self._first_averages(filename):
             extra_state = super().load_checkpoint(filename, reset_optimizer, *rest, **kw)
+        if self.cfg.ema.store_ema:  # fairseq counts updates between two steps of the averages from 0 in each process
+            self.ema.update_freq_counter = self.get_num_updates() % max(self.cfg.ema.ema_update_freq, 1)
         if extra_state is not None and not reset_optimizer:
             warn_of_lost_updates(filename, self)
         if self._optimizer is not None:

@@ -179,6 +179,18 @@ def test_averages_begin_with_the_weights_of_a_checkpoint_without_any(odd_runs, t
     assert any(not torch.equal(state["model"][name], weights[name]) for name in weights)
 
 
+@pytest.mark.slow
+def test_averages_that_move_every_second_update_do_so_after_a_resume_too(tiny_data, tmp_path, run_fairseq_many):
+    averages = ("--store-ema", "--ema-decay", "0.5", "--ema-update-freq", "2", "--save-dir")
+    first = [tiny_data, *COMMON, "--arch", "gmlp_lm_tiny", *NARROW, *ARCHS["gmlp_lm_tiny"], *averages]
+    cases = [[*first, tmp_path / "whole", "--max-update", 4], [*first, tmp_path / "resumed", "--max-update", 3]]
+    for args in (cases, [[*first, tmp_path / "resumed", "--max-update", 4]]):
+        assert all(run.rc == 0 for run in run_fairseq_many([{"tool": "train", "args": one} for one in args]))
+    states = [torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False) for name in ("whole", "resumed")]
+    whole, resumed = (state["extra_state"]["ema"] for state in states)
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
 def test_settings_without_effect_are_said(odd_runs):
     _, runs = odd_runs
     assert runs["no effect"].rc == 0
