@@ -255,7 +255,7 @@ def test_grid_of_the_tuning(out):
     assert shown == [["30.00", "failed", "25.00", "0.004"], ["31.00", "29.00", None, "0.002"]]
     assert table.notes[1].endswith("might be better: gMLP.")
     (out / "tuned.json").write_text(json.dumps({**grid, "chosen": {"gMLP": 0.001, "sMLP": 0.002}}))
-    assert tables(out)["tuning"].notes[1].endswith("the runs of the comparison had begun by then: gMLP.")
+    assert tables(out)["tuning"].notes[0].endswith("but not of gMLP, whose runs had begun when a better one came.")
 
 
 def test_grid_of_words(out):
