@@ -126,7 +126,7 @@ NOT_IMPORTED = {
     "fairseq-fixed": "is fairseq where ve-fairseq has no wheel",
     "fairscale": "fairseq imports it for --zero-sharding and fully_sharded",
     "lxml-html-clean": "trafilatura imports it",
-    **{name: "data_prep imports it by its name" for name in ("pyarrow", "requests", "urllib3", "zstandard")},
+    **{name: "data_prep imports it by its name" for name in ("ftfy", "pyarrow", "requests", "urllib3", "zstandard")},
     "protobuf": "transformers imports it for tokenizers",
     "accelerate": "transformers imports it in its Trainer",
     "tensorboard": "fairseq imports it through torch",
