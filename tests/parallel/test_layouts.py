@@ -20,7 +20,7 @@ IN_PAIRS = {"smlp": [(4, 2)], "switch_lm": [(4, 2)]}  # of all architectures: te
 
 
 # of the others, layer by layer in the default suite: tests/parallel/test_parallel_models.py
-IN_DEFAULT_SUITE = ("smlp", "smlp_partial", "gshard_lm", "switch_lm", "base_lm", *WITH_STATE)
+IN_DEFAULT_SUITE = ("smlp", "gshard_lm", *WITH_STATE)
 
 
 @pytest.mark.parametrize(
