@@ -105,6 +105,7 @@ def test_validation_over_ranks_with_other_numbers_of_batches(spread, tiny_data, 
     assert too_few.rc == 1 and "validation has fewer batches than ranks" in too_few.stderr
 
 
+@pytest.mark.slow
 def test_restore_file_finetuning_and_resets(spread, tiny_data, tmp_path, run_fairseq_many):
     last = spread / "checkpoint_last.pt"
     ways = {

@@ -362,6 +362,7 @@ def on_ranks(folder, tmp_path_factory) -> dict[str, tuple[Finished, dict]]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_share_the_work_and_give_the_same(on_ranks, evaluate):
     one, two = evaluate("switch_lm_tiny", "--max-tokens", 30)[0], on_ranks["two"][1]
     different = {"seconds", "tokens_per_second"}

@@ -57,6 +57,7 @@ def test_every_architecture_has_a_command_and_no_other():
     assert names == set(LANGUAGE_MODELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", LANGUAGE_MODELS)
 def test_the_command_trains_its_architecture(commands, arch):
     args = commands[arch]

@@ -207,6 +207,7 @@ def test_zero_shot_accuracies_are_compared_seed_by_seed(out):
     assert accuracy.samples[1] == pytest.approx(100 * (0.5 / 0.4 - 1))
 
 
+@pytest.mark.slow
 def test_the_script_writes_what_it_prints(out):
     run = run_python(SCRIPT, out, "--to", out / "there")
     assert run.rc == 0, run.stderr
