@@ -370,6 +370,7 @@ def test_ranks_share_the_work_and_give_the_same(on_ranks, evaluate):
     assert on_ranks["two"][0].stdout.count("Loss (base 2)") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", SPREAD)
 def test_ranks_share_the_experts(on_ranks, evaluate, arch):
     """With an odd number of batches, so that one rank computes for the other at the end."""
@@ -378,6 +379,7 @@ def test_ranks_share_the_experts(on_ranks, evaluate, arch):
     assert all(two[key] == one[key] for key in ("tokens_not_scored", "dropped_share"))
 
 
+@pytest.mark.slow
 def test_parity(on_ranks, evaluate):
     finished, result = on_ranks["switch"]
     cells = result["cells"]
@@ -398,6 +400,7 @@ def test_parity(on_ranks, evaluate):
     )
 
 
+@pytest.mark.slow
 def test_parity_leaves_out_what_a_model_does_not_have(on_ranks):
     features, dense = (on_ranks[name] for name in ("partial", "gmlp"))
     assert [(cell["num_ranks"], cell["batch_size"]) for cell in features[1]["cells"]] == [

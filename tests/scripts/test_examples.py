@@ -67,6 +67,7 @@ def test_the_command_trains_its_architecture(commands, arch):
     assert args.adam_betas == "(0.9, 0.98)" and args.weight_decay == 0.1 and args.ddp_backend == "legacy_ddp"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ENCODERS)
 def test_masked_language_models_have_the_recipe_of_their_paper(commands, arch):
     args, tiny, full = commands[arch], arch.endswith("_tiny"), preset(arch).max_tokens == 512
@@ -80,6 +81,7 @@ def test_masked_language_models_have_the_recipe_of_their_paper(commands, arch):
     assert args.lr_scheduler == "polynomial_decay" and args.total_num_update == args.max_update
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [arch for arch in LANGUAGE_MODELS if not arch.endswith("_tiny")])
 def test_the_recipe_is_the_papers(commands, arch):
     args = commands[arch]
