@@ -154,8 +154,7 @@ def inspect(folder: Path, verify: bool, seen: Callable[[int], None]) -> Inspecti
     for shard in shards:
         if shard != shards[0]:
             found.problems += _dictionary_problems(first, shard / DICTIONARY)
-        paths = sorted({path.with_suffix("") for kind in ("idx", "bin") for path in shard.glob(f"*.{kind}")})
-        for path in paths:
+        for path in sorted({path.with_suffix("") for kind in ("idx", "bin") for path in shard.glob(f"*.{kind}")}):
             name = str(path.relative_to(folder))
             try:
                 file = TokenFile.open(path, seen)

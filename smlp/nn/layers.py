@@ -136,7 +136,7 @@ class Dropout(nn.Module):
         return self.probability if self.training or self.is_retained else 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return dropout(x, self.probability) if self.training or self.is_retained else x
+        return dropout(x, self.rate)
 
     def make_generation_fast_(
         self,
