@@ -179,8 +179,9 @@ def _sentence_pieces(
     fast.normalizer = normalizers.Sequence(steps)
     scheme = "always" if normalizer.add_dummy_prefix else "never"
     fast.pre_tokenizer = pre_tokenizers.Metaspace(WORD_START, scheme, split=False)
-    # A space at the very beginning stays: pipelines decode what follows a prompt alone.
-    parts = [decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()]
+    # A space at the very beginning stays: pipelines decode what follows a prompt alone. The spaces of names go.
+    no_space_ends_a_name = decoders.Replace(Regex(" $"), "")
+    parts = [no_space_ends_a_name, decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()]
     fast.decoder = decoders.Sequence([*parts, _NO_SPACE_BEGINS_A_LINE])
     return fast
 

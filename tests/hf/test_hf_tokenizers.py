@@ -109,6 +109,8 @@ def test_text_comes_back(kind, tmp_path):
     first, *others = fast.encode("the file that", add_special_tokens=False)
     joined = fast.decode([first]) + fast.decode(others)
     assert joined.removeprefix(" ") == "the file that"  # what follows a prompt keeps its space
+    unknown = [first, ours.vocabulary.unk, *others]
+    assert fast.decode(unknown).removeprefix(" ") == ours.decode(unknown)
     batch = fast(["the", "the file that"], padding=True)
     assert batch["attention_mask"][0][0] == 0 and batch["input_ids"][0][0] == 1 and "token_type_ids" not in batch
 
