@@ -1,18 +1,6 @@
 """Exports: the weights, the configuration, the dictionary and the tokenizer of a model in one file.
 
-``NAME.pt`` is read by ``torch.load(path, weights_only=True)``::
-
-    smlp_export   1, the format
-    arch          name of the architecture
-    settings      every field of smlp.config.ModelConfig and MoEConfig, resolved: Decoder(unflatten(settings))
-    num_updates   of the training
-    cfg           the configuration of the training run, as fairseq keeps it
-    weights       by name: the decoder's state dict
-    files         dict.txt and, if there is one, the tokenizer (sentencepiece.model, or encoder.json and vocab.bpe):
-                  bytes as uint8 tensors
-
-``NAME.safetensors`` holds the weights under their names, the files as ``files/NAME``, and the rest as JSON in the
-metadata entry ``smlp``; the entry ``sha256`` is the digest of the file with 64 zeros in place of that digest.
+docs/checkpoints.md describes both formats, ``NAME.pt`` and ``NAME.safetensors``.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Speed and memory in fairseq's training log: ``mfu``, ``mem_gb`` and ``data_wait``.
 
-``mfu``, in percent: operations of the model in the forward and backward pass (:mod:`smlp.costs.formula`) a second
-of wall time, over what all ranks could do in matrix products. It is measured over the same time as fairseq's ``wps``.
-``mem_gb``: most memory held so far by rank 0, in units of 2^30 bytes as fairseq's own ``gb_free``: tensors on its GPU,
-or the process's resident set where it computes on CPUs.
-
-``data_wait``, in percent: the time that rank 0 waits for batches, over the time from the end of one update to the end
-of the next; the log shows both sums' ratio, over the same updates as ``wps``.
+docs/profiling.md defines them. ``mfu`` counts operations by :mod:`smlp.costs.formula`, and is measured over the same
+time as fairseq's ``wps``; ``mem_gb`` is in units of 2^30 bytes, as fairseq's own ``gb_free``.
 """
 
 from __future__ import annotations
