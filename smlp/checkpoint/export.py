@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from smlp.checkpoint.lazy import FileVersion, LazyTensor, StoredTensor, as_bytes
+from smlp.checkpoint.lazy import DTYPES, FileVersion, LazyTensor, StoredTensor, as_bytes
 from smlp.checkpoint.torch_file import check_records, check_values, is_verifying, of_transformers, write_torch_file
 from smlp.config import ModelConfig, all_settings, flatten
 from smlp.config.model import RETIRED_SETTINGS
@@ -35,14 +35,7 @@ _TEXT_FILES = (DICTIONARY, *TOKENIZER_FILES)
 _HEADER = struct.Struct("<Q")
 _MOST_HEADER = 100_000_000  # bytes, of the library
 _NO_DIGEST = "0" * 64
-_SAFETENSORS = {
-    getattr(torch, dtype): name
-    for dtype, name in zip(
-        ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"],
-        ["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"],
-        strict=True,
-    )
-}
+_SAFETENSORS = dict(zip(DTYPES, ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"), strict=True))
 _DTYPES = {name: dtype for dtype, name in _SAFETENSORS.items()}
 
 
