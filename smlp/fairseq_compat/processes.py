@@ -132,16 +132,10 @@ def settle_ranks(cfg: Any) -> None:
 
 
 def _take(distributed: Any, place: Place, asked: int | None, visible: int) -> None:
-    """Take a place among ranks that a launcher started.
-
-    Args:
-        distributed: fairseq's settings.
-        place: of this process.
-        asked: number of ranks that options ask for, None if they do not say.
-        visible: GPUs to use, 0 on CPUs.
+    """Take a place among ranks that a launcher started, with ``visible`` GPUs (0 on CPUs).
 
     Raises:
-        UserError: another number of ranks was asked for, or ranks would share a GPU.
+        UserError: another number of ranks was ``asked`` for, or ranks would share a GPU.
     """
     # As in fairseq, if srun starts one task per machine, the task spawns a process per GPU.
     spawns = place.nodes_of_one_rank is not None and visible > 1 and not distributed.distributed_no_spawn
