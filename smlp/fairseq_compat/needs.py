@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ _CRITERIONS = (
 #: names that these criterions and ours log in validation
 _METRICS = ("loss", "nll_loss", "ppl", "accuracy", "total", "n_correct", "wps", "wpb", "bsz", "num_updates")
 _LIBRARIES = {"lamb": "apex", "cpu_adam": "deepspeed"}  # required by optimizers
+_EPOCHS = re.compile(r"\d{1,7}(-\d{1,7}|(,\d{1,7})*)")  # or updates: a range, or numbers
 _DRAWN_BY = {"tensorboard_logdir": "tensorboard", "wandb_project": "wandb"}  # required by logs; fairseq only warns
 
 
@@ -195,13 +197,7 @@ def _check_schedule(schedule: Any) -> None:
         given = getattr(schedule, option, "{}")
         try:
             rates = ast.literal_eval(given.replace(" ", ""))
-            is_right = isinstance(rates, dict)
-            for key, value in rates.items() if is_right else ():
-                is_right &= (
-                    all(part.isdecimal() and len(part) < 8 for part in key.replace("-", ",").split(","))
-                    and float(value) >= 0
-                )
-                is_right &= key.count("-") < 2 and not {"-", ","} <= set(key)
+            is_right = all(_EPOCHS.fullmatch(key) and float(value) >= 0 for key, value in rates.items())
         except (ValueError, TypeError, SyntaxError, AttributeError):
             is_right = False
         if not is_right:
