@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.util
 import re
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import torch
 from smlp.checkpoint.torch_file import read_structure
 from smlp.criterions.choice import OURS, made_by
 from smlp.errors import UserError
+from smlp.fairseq_compat.replacing import replacing
 from smlp.files import check_folder, is_missing, regular_file
 
 #: fairseq's own criterions that can train a language model
@@ -32,10 +32,8 @@ _DRAWN_BY = {"tensorboard_logdir": "tensorboard", "wandb_project": "wandb"}  # r
 def apply() -> None:
     from fairseq.data import data_utils
 
-    find_ignored = data_utils.raise_if_valid_subsets_unintentionally_ignored
-
-    @functools.wraps(find_ignored)
-    def raise_if_valid_subsets_unintentionally_ignored(cfg: Any) -> None:
+    @replacing(data_utils, "raise_if_valid_subsets_unintentionally_ignored")
+    def raise_if_valid_subsets_unintentionally_ignored(find_ignored: Any, cfg: Any) -> None:
         try:
             find_ignored(cfg)
         except ValueError as error:
@@ -43,8 +41,6 @@ def apply() -> None:
                 f"the data directory {cfg.task.data} has more files to validate on than --valid-subset "
                 f"{cfg.dataset.valid_subset} names: give --combine-valid-subsets or --ignore-unused-valid-subsets"
             ) from error
-
-    data_utils.raise_if_valid_subsets_unintentionally_ignored = raise_if_valid_subsets_unintentionally_ignored
 
 
 def check_best_metric(trainer: Any) -> None:

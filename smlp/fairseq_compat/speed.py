@@ -20,6 +20,7 @@ from fairseq.logging import metrics
 
 from smlp.costs.formula import training_flops
 from smlp.costs.matmul_rate import matmul_rate
+from smlp.fairseq_compat.replacing import replacing
 from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder
 
@@ -41,20 +42,15 @@ class DataClock:
     _done: float | None = None  # end of the last update
 
     @classmethod
-    def timed(cls, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap a method that returns the next batches, and count its time."""
-
-        @functools.wraps(following)
-        def next_batches(batches: Any) -> Any:
-            start = time.perf_counter()
-            if cls._done is None:
-                cls._done = start
-            try:
-                return following(batches)
-            finally:
-                cls._waited += time.perf_counter() - start
-
-        return next_batches
+    def next_batches(cls, following: Callable[[Any], Any], batches: Any) -> Any:
+        """Return the next batches by a method that does it, and count its time."""
+        start = time.perf_counter()
+        if cls._done is None:
+            cls._done = start
+        try:
+            return following(batches)
+        finally:
+            cls._waited += time.perf_counter() - start
 
     @classmethod
     def log(cls) -> float:
@@ -68,7 +64,7 @@ class DataClock:
 
 
 def apply() -> None:
-    GroupedIterator.__next__ = DataClock.timed(GroupedIterator.__next__)
+    replacing(GroupedIterator, "__next__")(DataClock.next_batches)
 
 
 def model_flops(core: Decoder | Encoder, sample: Any) -> float:
