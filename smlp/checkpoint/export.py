@@ -1,18 +1,6 @@
 """Exports: the weights, the configuration, the dictionary and the tokenizer of a model in one file.
 
-``NAME.pt`` is read by ``torch.load(path, weights_only=True)``::
-
-    smlp_export   1, the format
-    arch          name of the architecture
-    settings      every field of smlp.config.ModelConfig and MoEConfig, resolved: Decoder(unflatten(settings))
-    num_updates   of the training
-    cfg           the configuration of the training run, as fairseq keeps it
-    weights       by name: the decoder's state dict
-    files         dict.txt and, if there is one, the tokenizer (sentencepiece.model, or encoder.json and vocab.bpe):
-                  bytes as uint8 tensors
-
-``NAME.safetensors`` holds the weights under their names, the files as ``files/NAME``, and the rest as JSON in the
-metadata entry ``smlp``; the entry ``sha256`` is the digest of the file with 64 zeros in place of that digest.
+docs/checkpoints.md describes both formats, ``NAME.pt`` and ``NAME.safetensors``.
 """
 
 from __future__ import annotations
@@ -28,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from smlp.checkpoint.lazy import FileVersion, LazyTensor, StoredTensor, as_bytes
+from smlp.checkpoint.lazy import DTYPES, FileVersion, LazyTensor, StoredTensor, as_bytes
 from smlp.checkpoint.torch_file import check_records, check_values, is_verifying, of_transformers, write_torch_file
 from smlp.config import ModelConfig, all_settings, flatten
 from smlp.config.model import RETIRED_SETTINGS
@@ -47,14 +35,7 @@ _TEXT_FILES = (DICTIONARY, *TOKENIZER_FILES)
 _HEADER = struct.Struct("<Q")
 _MOST_HEADER = 100_000_000  # bytes, of the library
 _NO_DIGEST = "0" * 64
-_SAFETENSORS = {
-    getattr(torch, dtype): name
-    for dtype, name in zip(
-        ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"],
-        ["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"],
-        strict=True,
-    )
-}
+_SAFETENSORS = dict(zip(DTYPES, ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"), strict=True))
 _DTYPES = {name: dtype for dtype, name in _SAFETENSORS.items()}
 
 

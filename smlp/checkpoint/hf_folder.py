@@ -98,11 +98,7 @@ def _check_same_ids(folder: Path, vocabulary: Vocabulary) -> None:
 
 
 def _training_options(options: Mapping[str, Any], is_encoder: bool, path: Path) -> dict[str, Any]:
-    """Return the model's part of the fairseq configuration that yields these settings.
-
-    Raises:
-        UserError: the context's length is missing, a setting is null, or sequences begin with another symbol.
-    """
+    """Return the model's part of the fairseq configuration that yields these settings."""
     known = all_settings()
     settings = {name: options[name] for name in known if name in options and name not in FROM_TASK}
     for name, value in settings.items():
@@ -123,11 +119,7 @@ def _training_options(options: Mapping[str, Any], is_encoder: bool, path: Path) 
 
 
 def _weights(folder: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of one file, or of several by their index.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
+    """Return the tensors of one file, or of several by their index."""
     if (folder / WEIGHTS).is_file():
         files = {WEIGHTS}
     elif (folder / INDEX).is_file():

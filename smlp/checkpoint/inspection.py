@@ -118,13 +118,11 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     parameters = {name for name, _ in checkpoint.skeleton.named_parameters(prefix=checkpoint.prefix.removesuffix("."))}
     experts = set(checkpoint.expert_names)
     distributed = cfg.get("distributed_training") or {}
+    parts = index.parts if index else ()
     files: list[dict[str, Any]] = [
-        {"file": checkpoint.path.name, "bytes": checkpoint.path.stat().st_size, "experts": None}
+        {"file": checkpoint.path.name, "bytes": checkpoint.path.stat().st_size, "experts": None},
+        *({"file": part.file, "bytes": part.num_bytes, "experts": list(part.expert_ids)} for part in parts),
     ]
-    if index is not None:
-        files += [
-            {"file": part.file, "bytes": part.num_bytes, "experts": list(part.expert_ids)} for part in index.parts
-        ]
     return {
         "path": str(checkpoint.path),
         "kind": "export" if checkpoint.is_export else "one file" if index is None else "parts",
@@ -160,12 +158,9 @@ def _optimizer(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if not moments:
         return None
     history = checkpoint.state.get("optimizer_history") or [{}]
-    names = {key for of_parameter in moments.values() for key, value in of_parameter.items() if _is_moment(value)}
+    values = [pair for of_parameter in moments.values() for pair in of_parameter.items()]
+    names = {name for name, value in values if isinstance(value, LazyTensor) and value.shape}
     return {"name": history[-1].get("optimizer_name"), "moments": sorted(names)}
-
-
-def _is_moment(value: Any) -> bool:
-    return isinstance(value, LazyTensor) and len(value.shape) > 0
 
 
 def as_text(facts: dict[str, Any]) -> str:

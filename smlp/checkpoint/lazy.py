@@ -22,6 +22,11 @@ from smlp.errors import UserError
 
 #: bytes held in memory at a time for each source tensor
 PIECE_BYTES = 1 << 20
+#: of tensors in checkpoints
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 
 
 class LazyTensor(ABC):

@@ -81,9 +81,6 @@ def _find_files(
 
     They are looked for next to the checkpoint, then in the data directories that it was trained on; the tokenizer first
     next to the dictionary. The arguments name other files.
-
-    Raises:
-        UserError: there is no dictionary.
     """
     folders = _folders(checkpoint.path, checkpoint.state)
     dictionary = dictionary or dictionary_of(checkpoint.path, checkpoint.state)
@@ -127,11 +124,7 @@ def tokenizer_of(
 
 def _check_dictionary(path: Path, vocabulary: Vocabulary, checkpoint: Checkpoint) -> None:
     """Refuse a dictionary of the right size whose symbols are not those of the checkpoint's own, if it has one
-    that can be read.
-
-    Raises:
-        UserError: the message names both files.
-    """
+    that can be read."""
     own = checkpoint.path if checkpoint.is_export else dictionary_of(checkpoint.path, checkpoint.state)
     if own is None or (own.exists() and own.samefile(path)):
         return

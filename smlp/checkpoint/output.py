@@ -151,11 +151,7 @@ def _parts_of(target: Path) -> set[Path]:
 
 
 def _check_optimizer(checkpoint: Checkpoint) -> None:
-    """Raise if the optimizer's state is not kept by parameter.
-
-    Raises:
-        UserError: the message says what to do.
-    """
+    """Raise ``UserError`` if the optimizer's state is not kept by parameter."""
     moments, shapes = checkpoint.optimizer, [tuple(parameter.shape) for _, parameter in checkpoint.trained]
     if moments is None:
         return

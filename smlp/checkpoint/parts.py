@@ -1,16 +1,8 @@
 """Checkpoints whose experts are in separate files, the parts: one for each rank that holds experts.
 
-``checkpoint_last.pt`` is then fairseq's checkpoint without the expert tensors and with an index, which says which
-part holds which experts. The parts are written first, under names that nothing else uses, and the index last: whenever
-a run is killed, every index on the disk refers to complete parts. Copies of a checkpoint (``checkpoint_best.pt``) share
-its parts.
-
-    SAVE_DIR/checkpoint_last.pt
-    SAVE_DIR/experts/update_1000_5f0c/experts_0-7.pt
-
-A part is a dictionary of ``token`` (random, one for each saved state, so that parts of two states cannot be mixed),
-``expert_ids`` and ``tensors``: by key, rows (e, ...) in the order of the ids. A key is ``model/NAME`` or
-``optimizer/NAME/MOMENT``, where NAME is that of the parameter in the state dict.
+docs/checkpoints.md describes the format. The parts are written first, under names that nothing else uses, and the file
+with their index last: whenever a run is killed, every index on the disk refers to complete parts. A saved state has a
+token, so that parts of two states cannot be mixed.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from smlp.checkpoint.lazy import PIECE_BYTES, FileVersion, HeldTensor, LazyTensor, StoredTensor, as_bytes
+from smlp.checkpoint.lazy import DTYPES, PIECE_BYTES, FileVersion, HeldTensor, LazyTensor, StoredTensor, as_bytes
 from smlp.errors import UserError
 from smlp.files import regular_file
 
@@ -48,11 +48,9 @@ _PADDING_ID = 0x4246  # extra field with which torch also aligns records
 _MOST_VALUES = 10_000_000  # most values in a file; a list that is referenced twice counts twice
 _MOST_BITS = 1024  # of a whole number
 _STORAGES = {
-    getattr(torch, dtype): f"{name}Storage"
-    for dtype, name in zip(
-        ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"],
-        ["Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"],
-        strict=True,
+    dtype: f"{kind}Storage"
+    for dtype, kind in zip(
+        DTYPES, ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"), strict=True
     )
 }
 _DTYPES = {name: dtype for dtype, name in _STORAGES.items()}
@@ -220,7 +218,7 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         if (start + span) * itemsize > held or numel * itemsize > max(held, PIECE_BYTES):
             raise _Refused(f"a tensor of shape {shape} in a record of {held:,} bytes")
         offset = self._begin_of(record) + start * itemsize
-        if stride == _contiguous(shape) or numel == 0 or all(size == 1 for size in shape):
+        if numel == 0 or stride == _contiguous(shape) or all(size == 1 for size in shape):
             return StoredTensor(self._version, offset, storage.dtype, shape)
         view = storage, start, shape, stride
         if view not in self._held:  # it is loaded once, however often the file refers to it
@@ -238,11 +236,7 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
+    return torch.empty(shape, device="meta").stride()
 
 
 class _Writer(pickle.Pickler):

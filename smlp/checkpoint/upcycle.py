@@ -1,23 +1,8 @@
 """Sparse upcycling: turn a dense checkpoint into a sparse model with the same outputs (Komatsuzaki et al., 2022).
 
-The kind of sparse block decides how:
-
-copy   ``sparse_block=transformer``. Some blocks of the dense model become sparse: every expert is a copy of the
-       block's feed-forward network. A router multiplies an expert's output by a gate. To keep the sum, the experts'
-       last layer is multiplied by the gate's inverse, and the router's weights are so small that the gate is the same
-       number for every token:
-
-           hash     no gate: copies as they are
-           gshard   the gates of the two experts add up to one: copies as they are, an ordinary router
-           switch   softmax, 1/E: last layer times E, router as small as ``router_scale``
-           base     sigmoid, 1/2: last layer times 2, centroids as small as ``router_scale``; each expert gets a copy
-                    of the layer norm too
-
-grow   ``sparse_block=smlp`` or ``gmlp_moe``. The paper's sparse blocks have no dense counterpart, so they are
-       added to the model's own blocks. They are initialised as in a new model, except that they add nothing to the
-       residual stream: the sMoE's spatial weights and biases and the experts' last layer are zero.
-
-Equal experts diverge because each receives other tokens, chosen by the directions of the router's small weights.
+A Transformer's experts are copies of a block's feed-forward network. The sparse blocks of sMLP and gMLP-MoE are grown:
+they are added to the model's own blocks and add nothing at first. docs/checkpoints.md has a table of the architectures
+and of the gates that copies make up for, and says how equal experts become different.
 """
 
 from __future__ import annotations

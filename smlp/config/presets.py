@@ -214,11 +214,7 @@ def from_training_options(arch: str, options: Mapping[str, Any], vocab_size: int
 
 
 def _context(options: Mapping[str, Any]) -> int:
-    """Return T, from :data:`TASK_OPTIONS`.
-
-    Raises:
-        UserError: one of them is no number, or out of range.
-    """
+    """Return T, from :data:`TASK_OPTIONS`."""
     has_start = options.get("add_bos_token")
     if has_start not in (None, False, True):
         raise UserError(f"--add-bos-token must be true or false, got {has_start!r}")

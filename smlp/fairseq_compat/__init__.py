@@ -37,6 +37,14 @@ every other user of the same library function alone.
 
 from __future__ import annotations
 
+import importlib
+
+#: modules of remedies, in the order in which they are put in place
+_IN_ORDER = (
+    *("startup", "logs", "versions", "parsing", "limits", "needs", "settings", "stopping", "processes", "saving"),
+    *("loading", "data", "batches", "buffering", "adam", "scoring", "sentences", "divergence", "speed"),
+    *("expert_saving", "trainer"),
+)
 _applied = False
 
 
@@ -47,30 +55,6 @@ def apply() -> None:
         return
     _applied = True
 
-    from smlp.fairseq_compat import (
-        adam,
-        batches,
-        buffering,
-        data,
-        divergence,
-        expert_saving,
-        limits,
-        loading,
-        logs,
-        needs,
-        parsing,
-        processes,
-        saving,
-        scoring,
-        sentences,
-        settings,
-        speed,
-        startup,
-        stopping,
-        trainer,
-        versions,
-    )
-
-    remedies = (startup, logs, versions, parsing, limits, needs, settings, stopping, processes, saving, loading, data)
-    for group in (*remedies, batches, buffering, adam, scoring, sentences, divergence, speed, expert_saving, trainer):
-        group.apply()
+    modules = [importlib.import_module(f"smlp.fairseq_compat.{name}") for name in _IN_ORDER]
+    for module in modules:
+        module.apply()

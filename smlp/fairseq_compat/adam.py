@@ -7,7 +7,6 @@ given ``eps / sqrt(1 - beta2^t)``. Results differ from fairseq's by rounding; st
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +15,15 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from smlp.fairseq_compat.replacing import replacing
 from smlp.ops.fast_paths import fuses_adam
 
 
 def apply() -> None:
     from fairseq.optim.adam import Adam
 
-    step_by_step = Adam.step
-
-    @functools.wraps(step_by_step)
-    def step(self: Adam, closure: Callable[[], Any] | None = None) -> Any:
+    @replacing(Adam, "step")
+    def step(step_by_step: Any, self: Adam, closure: Callable[[], Any] | None = None) -> Any:
         groups = self.param_groups
         learnt = [p for group in groups for p in group["params"] if p.grad is not None]
         if closure is not None or any(group.get("amsgrad") for group in groups) or not fuses_adam(learnt):
@@ -33,8 +31,6 @@ def apply() -> None:
         for group in groups:
             _update(group, self.state)
         return None
-
-    Adam.step = step
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ that only keep the ranks together.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import numpy
 import torch
 
 from smlp.errors import UserError
+from smlp.fairseq_compat.replacing import replacing
 
 
 def apply() -> None:
@@ -38,10 +38,8 @@ def _keep_last_batches() -> None:
     """
     from fairseq.data import data_utils
 
-    cut = data_utils.batch_by_size
-
-    @functools.wraps(cut)
-    def batch_by_size(indices: Any, *rest: Any, fixed_shapes: Any = None, **kw: Any) -> Any:
+    @replacing(data_utils, "batch_by_size")
+    def batch_by_size(cut: Any, indices: Any, *rest: Any, fixed_shapes: Any = None, **kw: Any) -> Any:
         if fixed_shapes is not None:
             return cut(indices, *rest, fixed_shapes=fixed_shapes, **kw)
         if not isinstance(indices, numpy.ndarray):
@@ -65,8 +63,6 @@ def _keep_last_batches() -> None:
         kept = sum(len(batch) for batch in batches)
         return [*batches, indices[kept:]] if kept < len(indices) else batches
 
-    data_utils.batch_by_size = batch_by_size
-
 
 def _refuse_long_samples() -> None:
     """Refuse samples that are longer than the model's context.
@@ -77,10 +73,8 @@ def _refuse_long_samples() -> None:
     from fairseq.tasks.fairseq_task import FairseqTask
     from fairseq.tasks.language_modeling import LanguageModelingTask
 
-    load, leave_out = LanguageModelingTask.eval_lm_dataloader, FairseqTask.filter_indices_by_size
-
-    @functools.wraps(load)
-    def eval_lm_dataloader(self: Any, *rest: Any, max_positions: Any = None, **kw: Any) -> Any:
+    @replacing(LanguageModelingTask, "eval_lm_dataloader")
+    def eval_lm_dataloader(load: Any, self: Any, *rest: Any, max_positions: Any = None, **kw: Any) -> Any:
         tokens = self.args.tokens_per_sample
         if isinstance(max_positions, int) and tokens > max_positions:
             raise UserError(
@@ -89,9 +83,14 @@ def _refuse_long_samples() -> None:
             )
         return load(self, *rest, max_positions=max_positions, **kw)
 
-    @functools.wraps(leave_out)
+    @replacing(FairseqTask, "filter_indices_by_size")
     def filter_indices_by_size(
-        self: FairseqTask, indices: Any, dataset: Any, max_positions: Any = None, ignore_invalid_inputs: bool = False
+        leave_out: Any,
+        self: FairseqTask,
+        indices: Any,
+        dataset: Any,
+        max_positions: Any = None,
+        ignore_invalid_inputs: bool = False,
     ) -> Any:
         limit = max_positions if isinstance(max_positions, int) else None
         sizes = getattr(dataset, "sizes", None)
@@ -103,9 +102,6 @@ def _refuse_long_samples() -> None:
             )
         return leave_out(self, indices, dataset, max_positions, ignore_invalid_inputs)
 
-    LanguageModelingTask.eval_lm_dataloader = eval_lm_dataloader
-    FairseqTask.filter_indices_by_size = filter_indices_by_size
-
 
 def _keep_batches_of_first_epoch() -> None:
     """Make the batches of the first epoch in a run that is resumed in a later one.
@@ -115,10 +111,8 @@ def _keep_batches_of_first_epoch() -> None:
     """
     from fairseq.tasks.fairseq_task import FairseqTask
 
-    iterate = FairseqTask.get_batch_iterator
-
-    @functools.wraps(iterate)
-    def get_batch_iterator(self: FairseqTask, dataset: Any, *rest: Any, epoch: int = 1, **kw: Any) -> Any:
+    @replacing(FairseqTask, "get_batch_iterator")
+    def get_batch_iterator(iterate: Any, self: FairseqTask, dataset: Any, *rest: Any, epoch: int = 1, **kw: Any) -> Any:
         kept = not (kw.get("disable_iterator_cache") or kw.get("update_epoch_batch_itr"))
         if epoch <= 1 or not kept or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
             return iterate(self, dataset, *rest, epoch=epoch, **kw)
@@ -126,8 +120,6 @@ def _keep_batches_of_first_epoch() -> None:
         iterator.epoch = epoch
         dataset.set_epoch(epoch)
         return iterator
-
-    FairseqTask.get_batch_iterator = get_batch_iterator
 
 
 def _tell_loaders_of_epochs() -> None:
@@ -138,10 +130,10 @@ def _tell_loaders_of_epochs() -> None:
     """
     from fairseq.data.iterators import EpochBatchIterator
 
-    begin_epoch = EpochBatchIterator._get_iterator_for_epoch
-
-    @functools.wraps(begin_epoch)
-    def get_iterator_for_epoch(self: EpochBatchIterator, epoch: int, shuffle: bool, *rest: Any, **kw: Any) -> Any:
+    @replacing(EpochBatchIterator, "_get_iterator_for_epoch")
+    def get_iterator_for_epoch(
+        begin_epoch: Any, self: EpochBatchIterator, epoch: int, shuffle: bool, *rest: Any, **kw: Any
+    ) -> Any:
         drawn_for = _epoch_of(self.dataset) if self.num_workers else None
         if self.dataloader is not None:
             self.epoch_batch_sampler.shuffle = shuffle
@@ -149,8 +141,6 @@ def _tell_loaders_of_epochs() -> None:
                 self.dataloader = None  # new workers
         self.workers_draw_for = drawn_for
         return begin_epoch(self, epoch, shuffle, *rest, **kw)
-
-    EpochBatchIterator._get_iterator_for_epoch = get_iterator_for_epoch
 
 
 def _epoch_of(dataset: Any) -> int | None:
@@ -169,15 +159,13 @@ def _count_repeated_batches_as_nothing() -> None:
     """
     from fairseq.tasks.fairseq_task import FairseqTask
 
-    micro_batch, validate = FairseqTask.train_step, FairseqTask.valid_step
-
-    @functools.wraps(micro_batch)
-    def train_step(self: FairseqTask, *args: Any, ignore_grad: bool = False, **kw: Any) -> Any:
+    @replacing(FairseqTask, "train_step")
+    def train_step(micro_batch: Any, self: FairseqTask, *args: Any, ignore_grad: bool = False, **kw: Any) -> Any:
         loss, sample_size, logging_output = micro_batch(self, *args, ignore_grad=ignore_grad, **kw)
         return as_nothing(loss, sample_size, logging_output) if ignore_grad else (loss, sample_size, logging_output)
 
-    @functools.wraps(validate)
-    def valid_step(self: FairseqTask, sample: Any, model: Any, criterion: Any) -> Any:
+    @replacing(FairseqTask, "valid_step")
+    def valid_step(validate: Any, self: FairseqTask, sample: Any, model: Any, criterion: Any) -> Any:
         # unlike validation during training, fairseq-validate has no such batches
         if sample:
             self.last_valid_sample = sample
@@ -187,22 +175,17 @@ def _count_repeated_batches_as_nothing() -> None:
             nothing[2].update({key: value[:0] for key, value in nothing[2].items() if getattr(value, "ndim", 0)})
         return nothing
 
-    FairseqTask.train_step = train_step
-    FairseqTask.valid_step = valid_step
-
 
 def _save_number_of_ranks() -> None:
     """Save the number of ranks with the position in an epoch, which counts batches of one rank."""
     from fairseq.data.iterators import EpochBatchIterator
 
-    iterator_state, load_iterator_state = EpochBatchIterator.state_dict, EpochBatchIterator.load_state_dict
-
-    @functools.wraps(iterator_state)
-    def state_dict(self: EpochBatchIterator) -> dict[str, Any]:
+    @replacing(EpochBatchIterator, "state_dict")
+    def state_dict(iterator_state: Any, self: EpochBatchIterator) -> dict[str, Any]:
         return {**iterator_state(self), "num_shards": self.num_shards}
 
-    @functools.wraps(load_iterator_state)
-    def load_state_dict(self: EpochBatchIterator, state: dict[str, Any]) -> None:
+    @replacing(EpochBatchIterator, "load_state_dict")
+    def load_state_dict(load_iterator_state: Any, self: EpochBatchIterator, state: dict[str, Any]) -> None:
         own = for_other_ranks(state, self.num_shards)
         try:
             load_iterator_state(self, own)
@@ -214,9 +197,6 @@ def _save_number_of_ranks() -> None:
                 f"this run has {len(self):,}: train on the same data with the same "
                 "--batch-size, --max-tokens and --tokens-per-sample, or give --reset-dataloader"
             ) from error
-
-    EpochBatchIterator.state_dict = state_dict
-    EpochBatchIterator.load_state_dict = load_state_dict
 
 
 def check_lengths(lengths: numpy.ndarray, limit: int, options: Any, may_leave_out: bool) -> None:

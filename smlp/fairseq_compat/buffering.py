@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import queue
 import sys
@@ -16,6 +15,8 @@ from multiprocessing.queues import Queue
 from typing import Any
 
 from torch.utils.data._utils import signal_handling
+
+from smlp.fairseq_compat.replacing import replacing
 
 _MOST_SECONDS_AT_EXIT = 5.0  # for a source that does not answer
 
@@ -33,27 +34,22 @@ def apply() -> None:
     """
     from fairseq.data.iterators import BufferedIterator
 
-    create, buffers = BufferedIterator._create_consumer, weakref.WeakSet[BufferedIterator]()
+    buffers = weakref.WeakSet[BufferedIterator]()
 
-    @functools.wraps(create)
-    def create_consumer(self: BufferedIterator) -> None:
+    @replacing(BufferedIterator, "_create_consumer")
+    def create_consumer(create: Any, self: BufferedIterator) -> None:
         self._is_dropped = threading.Event()
         self._iterable = _until(self._is_dropped, self._iterable)
         create(self)
         buffers.add(self)
 
-    BufferedIterator._create_consumer = create_consumer
     BufferedIterator.__del__ = _stop_reading
     atexit.register(_stop_at_exit, buffers)
 
-    set_worker_handlers = signal_handling._set_worker_signal_handlers
-
-    @functools.wraps(set_worker_handlers)
-    def begin_worker() -> None:
+    @replacing(signal_handling, "_set_worker_signal_handlers")
+    def begin_worker(set_worker_handlers: Any) -> None:
         set_worker_handlers()
         Queue._on_queue_feeder_error = staticmethod(_end_worker)
-
-    signal_handling._set_worker_signal_handlers = begin_worker
 
 
 def _end_worker(error: Exception, batch: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import copy
-import functools
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smlp.errors import UserError
+from smlp.fairseq_compat.replacing import replacing
 from smlp.files import regular_file
 from smlp.text.binarized import (
     MAGIC,
@@ -40,23 +40,16 @@ def apply() -> None:
     from fairseq.tasks.language_modeling import LanguageModelingTask
     from fairseq.tasks.masked_lm import MaskedLMTask
 
-    setup_dictionary = LanguageModelingTask.setup_dictionary.__func__
-    load_dataset = LanguageModelingTask.load_dataset
-    load_dict = MaskedLMTask.load_dict.__func__
-    load_dataset_split = MaskedLMTask._load_dataset_split
-    load_masked = MaskedLMTask.load_dataset
-    add_file = Dictionary.add_file_to_dictionary
-    binarize = FileBinarizer.multiprocess_dataset.__func__
-    score = SequenceScorer.generate
-
-    @functools.wraps(setup_dictionary)
-    def checked_setup_dictionary(cls: type, args: Any, **kw: Any) -> Any:
+    @replacing(LanguageModelingTask, "setup_dictionary")
+    def checked_setup_dictionary(setup_dictionary: Any, cls: type, args: Any, **kw: Any) -> Any:
         if args.data:
             check_folders(utils.split_paths(args.data))
         return setup_dictionary(cls, args, **kw)
 
-    @functools.wraps(load_dataset)
-    def checked_load_dataset(self: Any, split: str, epoch: int = 1, combine: bool = False, **kw: Any) -> Any:
+    @replacing(LanguageModelingTask, "load_dataset")
+    def checked_load_dataset(
+        load_dataset: Any, self: Any, split: str, epoch: int = 1, combine: bool = False, **kw: Any
+    ) -> Any:
         shards = utils.split_paths(self.args.data)
         directory, wanted = shards[(epoch - 1) % len(shards)], self.args.dataset_impl
         if wanted in (None, "mmap", "lazy", "cached"):  # the others are read in other ways
@@ -65,49 +58,40 @@ def apply() -> None:
         check_format(str(Path(directory) / split), wanted)
         return load_dataset(self, split, epoch=epoch, combine=combine, **kw)
 
-    @functools.wraps(load_dict)
-    def checked_load_dict(cls: type, cfg: Any) -> Any:
+    @replacing(MaskedLMTask, "load_dict")
+    def checked_load_dict(load_dict: Any, cls: type, cfg: Any) -> Any:
         check_folders(utils.split_paths(cfg.data))
         return load_dict(cls, cfg)
 
-    @functools.wraps(load_dataset_split)
-    def checked_load_dataset_split(self: Any, split: str, epoch: int, combine: bool) -> Any:
+    @replacing(MaskedLMTask, "_load_dataset_split")
+    def checked_load_dataset_split(load_dataset_split: Any, self: Any, split: str, epoch: int, combine: bool) -> Any:
         shards = utils.split_paths(self.cfg.data)
         directory = shards[(epoch - 1) % len(shards)]
         for name in subsets(directory, split) if combine else [split]:
             check_split(directory, name, len(self.dictionary), self.mask_idx)
         return load_dataset_split(self, split, epoch, combine)
 
-    @functools.wraps(load_masked)
-    def load_masked_dataset(self: Any, split: str, *rest: Any, **kw: Any) -> Any:
+    @replacing(MaskedLMTask, "load_dataset")
+    def load_masked_dataset(load_masked: Any, self: Any, split: str, *rest: Any, **kw: Any) -> Any:
         with held_out_masks(self, split):
             return load_masked(self, split, *rest, **kw)
 
-    @functools.wraps(add_file)
-    def checked_add_file(filename: str, *rest: Any, **kw: Any) -> None:
+    @replacing(Dictionary, "add_file_to_dictionary")
+    def checked_add_file(add_file: Any, filename: str, *rest: Any, **kw: Any) -> None:
         check_text(filename)
         add_file(filename, *rest, **kw)
 
-    @functools.wraps(binarize)
-    def checked_binarize(cls: type, input_file: str, *rest: Any, **kw: Any) -> Any:
+    @replacing(FileBinarizer, "multiprocess_dataset")
+    def checked_binarize(binarize: Any, cls: type, input_file: str, *rest: Any, **kw: Any) -> Any:
         check_text(input_file)
         return binarize(cls, input_file, *rest, **kw)
 
-    @functools.wraps(score)
-    def checked_score(self: Any, models: Any, sample: Any, **kw: Any) -> Any:
+    @replacing(SequenceScorer, "generate")
+    def checked_score(score: Any, self: Any, models: Any, sample: Any, **kw: Any) -> Any:
         decoder = getattr(models[0], "decoder", None)
         if hasattr(decoder, "dictionary"):
             check_ids(sample, len(decoder.dictionary), on_gpu=True)  # scoring waits for the GPU anyway
         return score(self, models, sample, **kw)
-
-    SequenceScorer.generate = checked_score
-    LanguageModelingTask.setup_dictionary = classmethod(checked_setup_dictionary)
-    LanguageModelingTask.load_dataset = checked_load_dataset
-    MaskedLMTask.load_dict = classmethod(checked_load_dict)
-    MaskedLMTask._load_dataset_split = checked_load_dataset_split
-    MaskedLMTask.load_dataset = load_masked_dataset
-    Dictionary.add_file_to_dictionary = staticmethod(checked_add_file)
-    FileBinarizer.multiprocess_dataset = classmethod(checked_binarize)
 
 
 #: seed of the masks of held-out text

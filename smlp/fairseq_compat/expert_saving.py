@@ -7,7 +7,6 @@ ranks wait for its orders: to write a part, or to stop because saving is done. T
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from smlp.checkpoint.index import (
 from smlp.checkpoint.parts import detach, write_part
 from smlp.errors import ParallelError, UserError
 from smlp.fairseq_compat.experts import SpreadExperts
+from smlp.fairseq_compat.replacing import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,8 @@ _DONE = "done"
 def apply() -> None:
     from fairseq import checkpoint_utils
 
-    save = checkpoint_utils.save_checkpoint
-
-    @functools.wraps(save)
-    def save_checkpoint(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
+    @replacing(checkpoint_utils, "save_checkpoint")
+    def save_checkpoint(save: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
         experts = getattr(trainer, "experts", None)
         if experts is None or cfg.no_save:
             path = save(cfg, trainer, epoch_itr, val_loss)
@@ -63,8 +61,6 @@ def apply() -> None:
         remove_unused_parts(cfg.save_dir)
         saving.tell(_DONE)
         return path
-
-    checkpoint_utils.save_checkpoint = save_checkpoint
 
 
 class ExpertSaving:

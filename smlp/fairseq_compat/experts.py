@@ -48,10 +48,6 @@ class SpreadExperts:
         """Return whether other ranks hold experts that this rank does not (P > 1)."""
         return bool(self.names) and self.ranks.layout.group_size > 1
 
-    def parameters(self, model: nn.Module) -> list[nn.Parameter]:
-        """Return the expert parameters of this rank."""
-        return [parameter for _, parameter, _ in expert_parameters(model)]
-
     def positions(self, model: nn.Module) -> dict[str, int]:
         """Return the positions of expert parameters in the optimizer's state, by name."""
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -103,7 +99,7 @@ def adapt_optimizer(optimizer: Any, model: nn.Module, experts: SpreadExperts) ->
     def all_reduce_grads(module: nn.Module) -> None:
         reduce_dense(module)
         if experts_of(module) is not None:  # otherwise a criterion with parameters
-            average_expert_gradients(experts.parameters(module), experts.ranks)
+            average_expert_gradients([parameter for _, parameter, _ in expert_parameters(module)], experts.ranks)
 
     if experts.names:
         optimizer.load_state_dict = load_state_dict

@@ -7,7 +7,6 @@ word: ``--batch-size 0`` is one batch of the whole corpus. Options of this packa
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 import re
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from smlp.errors import UserError
+from smlp.fairseq_compat.replacing import replacing
 from smlp.launch.machine import num_cores
 
 _LARGEST = 2**63 - 1  # largest count of fairseq's compiled code
@@ -183,10 +183,8 @@ LIMITS: dict[str, Limit] = {
 def apply() -> None:
     from fairseq.tasks.language_modeling import LanguageModelingTask
 
-    build = LanguageModelingTask.build_model
-
-    @functools.wraps(build)
-    def build_model(self: LanguageModelingTask, *args: Any, **kw: Any) -> Any:
+    @replacing(LanguageModelingTask, "build_model")
+    def build_model(build: Any, self: LanguageModelingTask, *args: Any, **kw: Any) -> Any:
         try:
             return build(self, *args, **kw)
         except ValueError as error:
@@ -204,8 +202,6 @@ def apply() -> None:
                 f"there is not enough memory for a tensor of {asked[1]} of the model: lower its widths, or "
                 f"--tokens-per-sample {self.args.tokens_per_sample}"
             ) from error
-
-    LanguageModelingTask.build_model = build_model
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:

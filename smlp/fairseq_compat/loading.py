@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import errno
-import functools
 import logging
 import os
 import pickle
@@ -26,6 +25,7 @@ from smlp.checkpoint.parts import attach
 from smlp.checkpoint.torch_file import OtherClassError, check_records, existing_file, read_structure, record_problem
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
+from smlp.fairseq_compat.replacing import replacing
 from smlp.fairseq_compat.saving import remove_leftovers
 from smlp.fairseq_compat.stopping import DEFAULT_RESTORE_FILE, leave_if_done, without_suffix
 from smlp.files import is_missing
@@ -45,12 +45,8 @@ def apply() -> None:
     from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename as name_in_shards
     from fairseq.utils import split_paths
 
-    load_to_cpu = checkpoint_utils.load_checkpoint_to_cpu
-    load_ensemble = checkpoint_utils.load_model_ensemble_and_task
-    resume = checkpoint_utils.load_checkpoint
-
-    @functools.wraps(load_to_cpu)
-    def load_checkpoint_to_cpu(path: str, *rest: Any, **kw: Any) -> dict[str, Any]:
+    @replacing(checkpoint_utils, "load_checkpoint_to_cpu")
+    def load_checkpoint_to_cpu(load_to_cpu: Any, path: str, *rest: Any, **kw: Any) -> dict[str, Any]:
         check_file(path)
         try:
             state = load_to_cpu(path, *rest, **kw)
@@ -69,8 +65,9 @@ def apply() -> None:
             raise UserError(problem)
         return state
 
-    @functools.wraps(load_ensemble)
+    @replacing(checkpoint_utils, "load_model_ensemble_and_task")
     def load_model_ensemble_and_task(
+        load_ensemble: Any,
         filenames: list[str],
         arg_overrides: dict[str, Any] | None = None,
         task: Any = None,
@@ -103,8 +100,8 @@ def apply() -> None:
                 check_dictionary_of(path, split_paths(data)[0], cfg.model, may_differ=False)
         return models, cfg, task
 
-    @functools.wraps(resume)
-    def load_checkpoint(cfg: Any, trainer: Any, **kw: Any) -> Any:
+    @replacing(checkpoint_utils, "load_checkpoint")
+    def load_checkpoint(resume: Any, cfg: Any, trainer: Any, **kw: Any) -> Any:
         path = check_restore_file(cfg, trainer)
         data = getattr(trainer.cfg.task, "data", None)
         if path is not None and data:
@@ -115,10 +112,6 @@ def apply() -> None:
         resumed = resume(cfg, trainer, **kw)
         leave_if_done(trainer)
         return resumed
-
-    checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint_to_cpu
-    checkpoint_utils.load_model_ensemble_and_task = load_model_ensemble_and_task
-    checkpoint_utils.load_checkpoint = load_checkpoint
 
 
 #: whether the optimizer's state of the checkpoint that is loaded will be used

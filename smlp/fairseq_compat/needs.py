@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from smlp.checkpoint.torch_file import read_structure
 from smlp.criterions.choice import OURS, made_by
 from smlp.errors import UserError
+from smlp.fairseq_compat.replacing import replacing
 from smlp.files import check_folder, is_missing, regular_file
 
 #: fairseq's own criterions that can train a language model
@@ -24,16 +25,15 @@ _CRITERIONS = (
 #: names that these criterions and ours log in validation
 _METRICS = ("loss", "nll_loss", "ppl", "accuracy", "total", "n_correct", "wps", "wpb", "bsz", "num_updates")
 _LIBRARIES = {"lamb": "apex", "cpu_adam": "deepspeed"}  # required by optimizers
+_EPOCHS = re.compile(r"\d{1,7}(-\d{1,7}|(,\d{1,7})*)")  # or updates: a range, or numbers
 _DRAWN_BY = {"tensorboard_logdir": "tensorboard", "wandb_project": "wandb"}  # required by logs; fairseq only warns
 
 
 def apply() -> None:
     from fairseq.data import data_utils
 
-    find_ignored = data_utils.raise_if_valid_subsets_unintentionally_ignored
-
-    @functools.wraps(find_ignored)
-    def raise_if_valid_subsets_unintentionally_ignored(cfg: Any) -> None:
+    @replacing(data_utils, "raise_if_valid_subsets_unintentionally_ignored")
+    def raise_if_valid_subsets_unintentionally_ignored(find_ignored: Any, cfg: Any) -> None:
         try:
             find_ignored(cfg)
         except ValueError as error:
@@ -41,8 +41,6 @@ def apply() -> None:
                 f"the data directory {cfg.task.data} has more files to validate on than --valid-subset "
                 f"{cfg.dataset.valid_subset} names: give --combine-valid-subsets or --ignore-unused-valid-subsets"
             ) from error
-
-    data_utils.raise_if_valid_subsets_unintentionally_ignored = raise_if_valid_subsets_unintentionally_ignored
 
 
 def check_best_metric(trainer: Any) -> None:
@@ -195,13 +193,7 @@ def _check_schedule(schedule: Any) -> None:
         given = getattr(schedule, option, "{}")
         try:
             rates = ast.literal_eval(given.replace(" ", ""))
-            is_right = isinstance(rates, dict)
-            for key, value in rates.items() if is_right else ():
-                is_right &= (
-                    all(part.isdecimal() and len(part) < 8 for part in key.replace("-", ",").split(","))
-                    and float(value) >= 0
-                )
-                is_right &= key.count("-") < 2 and not {"-", ","} <= set(key)
+            is_right = all(_EPOCHS.fullmatch(key) and float(value) >= 0 for key, value in rates.items())
         except (ValueError, TypeError, SyntaxError, AttributeError):
             is_right = False
         if not is_right:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import option_value
 from smlp.fairseq_compat.limits import check_numbers
 from smlp.fairseq_compat.needs import check_tools
+from smlp.fairseq_compat.replacing import replacing
 
 _PRINT_USAGE = argparse.ArgumentParser.error
 _MANDATORY = "???"  # hydra's default for required options; fairseq passes it to argparse like any other
@@ -28,10 +28,9 @@ def apply() -> None:
     from fairseq import options
     from fairseq.dataclass import utils
 
-    parse, read_list = options.parse_args_and_arch, utils.eval_str_list
-
-    @functools.wraps(parse)
+    @replacing(options, "parse_args_and_arch")
     def parse_args_and_arch(
+        parse: Any,
         parser: argparse.ArgumentParser,
         input_args: list[str] | None = None,
         *rest: Any,
@@ -65,8 +64,7 @@ def apply() -> None:
         check_tools(args)
         return parsed
 
-    options.parse_args_and_arch = parse_args_and_arch
-    utils.eval_str_list = functools.wraps(read_list)(functools.partial(_number_list, read_list))
+    replacing(utils, "eval_str_list")(_number_list)
 
 
 def usage_error(message: str) -> NoReturn:

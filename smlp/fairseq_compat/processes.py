@@ -18,6 +18,7 @@ import torch
 from smlp.errors import ParallelError, UserError
 from smlp.fairseq_compat.arguments import has_option
 from smlp.fairseq_compat.lost_ranks import collective_timeout, limit_waiting, lost_rank
+from smlp.fairseq_compat.replacing import replacing
 from smlp.fairseq_compat.saving import own_save_dir
 from smlp.fairseq_compat.settings import check_before_start
 from smlp.fairseq_compat.stopping import stoppable
@@ -34,11 +35,10 @@ def apply() -> None:
     from fairseq.distributed import utils as distributed_utils
     from fairseq.models import distributed_fairseq_model
 
-    call_main = distributed_utils.call_main
     wrapper = distributed_fairseq_model.DistributedDataParallel
 
-    @functools.wraps(call_main)
-    def checked_call_main(cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
+    @replacing(distributed_utils, "call_main")
+    def checked_call_main(call_main: Any, cfg: Any, main: Callable[..., Any], **kwargs: Any) -> None:
         settle_ranks(cfg)
         if cfg.common_eval.path is None:
             check_before_start(cfg, cfg.distributed_training.distributed_world_size)
@@ -77,10 +77,9 @@ def apply() -> None:
         distributed_utils._infer_single_node_init(distributed)
         return True
 
-    distributed_utils.call_main = checked_call_main
     distributed_utils._infer_slurm_init = one_machine
     distributed_fairseq_model.DistributedDataParallel = data_parallel
-    distributed_utils.all_gather_list = _all_gather_list_without_cuda(distributed_utils)
+    _gather_without_cuda(distributed_utils)
 
 
 def settle_ranks(cfg: Any) -> None:
@@ -132,16 +131,10 @@ def settle_ranks(cfg: Any) -> None:
 
 
 def _take(distributed: Any, place: Place, asked: int | None, visible: int) -> None:
-    """Take a place among ranks that a launcher started.
-
-    Args:
-        distributed: fairseq's settings.
-        place: of this process.
-        asked: number of ranks that options ask for, None if they do not say.
-        visible: GPUs to use, 0 on CPUs.
+    """Take a place among ranks that a launcher started, with ``visible`` GPUs (0 on CPUs).
 
     Raises:
-        UserError: another number of ranks was asked for, or ranks would share a GPU.
+        UserError: another number of ranks was ``asked`` for, or ranks would share a GPU.
     """
     # As in fairseq, if srun starts one task per machine, the task spawns a process per GPU.
     spawns = place.nodes_of_one_rank is not None and visible > 1 and not distributed.distributed_no_spawn
@@ -186,20 +179,17 @@ def _warn_of_idle_tasks(cfg: Any) -> None:
         logger.warning(f"one process in a Slurm job of {tasks.world_size} tasks: start it with srun to use all of them")
 
 
-def _all_gather_list_without_cuda(distributed_utils: Any) -> Callable[..., list[Any]]:
-    """Return ``all_gather_list`` with its buffers in ordinary memory if there is no GPU.
+def _gather_without_cuda(distributed_utils: Any) -> None:
+    """Let ``all_gather_list`` have its buffers in ordinary memory if there is no GPU.
 
     fairseq allocates them on the GPU, unless the function of this name has them as attributes.
     """
-    original = distributed_utils.all_gather_list
 
-    @functools.wraps(original)
-    def all_gather_list(data: Any, group: Any = None, max_size: int = 16384) -> list[Any]:
+    @replacing(distributed_utils, "all_gather_list")
+    def all_gather_list(original: Any, data: Any, group: Any = None, max_size: int = 16384) -> list[Any]:
         if not torch.cuda.is_available():
             group = distributed_utils.get_global_group() if group is None else group
             size = max_size * distributed_utils.get_world_size(group=group)
             all_gather_list._buffer = torch.zeros(size, dtype=torch.uint8)
             all_gather_list._cpu_buffer = torch.zeros(max_size, dtype=torch.uint8)
         return original(data, group=group, max_size=max_size)
-
-    return all_gather_list

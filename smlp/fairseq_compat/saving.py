@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from smlp.errors import UserError
+from smlp.fairseq_compat.replacing import replacing
 from smlp.files import copy_whole, is_held, locked, write_whole
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,8 @@ def apply() -> None:
     from fairseq import checkpoint_utils
     from fairseq.file_io import PathManager
 
-    save = checkpoint_utils.torch_persistent_save
-    verify_directory = checkpoint_utils.verify_checkpoint_directory
-
-    @functools.wraps(save)
-    def torch_persistent_save(obj: Any, filename: str, async_write: bool = False) -> None:
+    @replacing(checkpoint_utils, "torch_persistent_save")
+    def torch_persistent_save(save: Any, obj: Any, filename: str, async_write: bool = False) -> None:
         obj = without_numpy(obj)
         if async_write or not PathManager.supports_rename(filename):
             save(obj, filename, async_write)
@@ -52,15 +50,13 @@ def apply() -> None:
             copy_whole(src_path, dst_path)
             return True
 
-    @functools.wraps(verify_directory)
-    def verify_checkpoint_directory(save_dir: str) -> None:
+    @replacing(checkpoint_utils, "verify_checkpoint_directory")
+    def verify_checkpoint_directory(verify_directory: Any, save_dir: str) -> None:
         try:
             verify_directory(save_dir)
         except OSError as error:
             raise UserError(f"cannot write to --save-dir {save_dir}: {error.strerror}") from error
 
-    checkpoint_utils.torch_persistent_save = torch_persistent_save
-    checkpoint_utils.verify_checkpoint_directory = verify_checkpoint_directory
     checkpoint_utils.PathManager = CheckpointPathManager  # only this module copies over checkpoints
 
 

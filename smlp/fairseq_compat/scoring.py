@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
 from smlp.fairseq_compat.core import prefix_of
+from smlp.fairseq_compat.replacing import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -19,11 +19,10 @@ def apply() -> None:
     """
     from fairseq.sequence_scorer import SequenceScorer
 
-    generate = SequenceScorer.generate
     told: set[int] = set()
 
-    @functools.wraps(generate)
-    def generate_after_prefix(self: Any, models: Any, sample: dict, **kw: Any) -> Any:
+    @replacing(SequenceScorer, "generate")
+    def generate_after_prefix(generate: Any, self: Any, models: Any, sample: dict, **kw: Any) -> Any:
         prefix = max(map(prefix_of, models), default=0)
         if prefix == 0:
             return generate(self, models, sample, **kw)
@@ -42,5 +41,3 @@ def apply() -> None:
             int(row[start:].ne(self.pad).sum()) for row, start in zip(target, sample["start_indices"], strict=True)
         )
         return generate(self, models, sample, **kw)
-
-    SequenceScorer.generate = generate_after_prefix

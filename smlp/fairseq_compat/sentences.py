@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from smlp.errors import UserError
+from smlp.fairseq_compat.replacing import replacing
 from smlp.files import number_of, read_text
 from smlp.text.binarized import check_recorded, open_tokens
 from smlp.text.tokenizer_files import DICTIONARY
@@ -28,11 +28,8 @@ def apply() -> None:
     from fairseq.criterions import sentence_prediction
     from fairseq.tasks.sentence_prediction import SentencePredictionTask
 
-    correlate = sentence_prediction.pearson_and_spearman
-    setup, load = SentencePredictionTask.setup_task.__func__, SentencePredictionTask.load_dataset
-
-    @functools.wraps(setup)
-    def checked_setup(cls: type, cfg: Any, **kw: Any) -> Any:
+    @replacing(SentencePredictionTask, "setup_task")
+    def checked_setup(setup: Any, cls: type, cfg: Any, **kw: Any) -> Any:
         check_dictionaries(cfg)
         task = setup(cls, cfg, **kw)
         for name in ("init_token", "separator_token"):
@@ -43,13 +40,13 @@ def apply() -> None:
                 )
         return task
 
-    @functools.wraps(load)
-    def checked_load(self: Any, split: str, combine: bool = False, **kw: Any) -> Any:
+    @replacing(SentencePredictionTask, "load_dataset")
+    def checked_load(load: Any, self: Any, split: str, combine: bool = False, **kw: Any) -> Any:
         check_rows(self, split)
         return load(self, split, combine=combine, **kw)
 
-    @functools.wraps(correlate)
-    def pearson_and_spearman(preds: Any, labels: Any) -> dict[str, float]:
+    @replacing(sentence_prediction, "pearson_and_spearman")
+    def pearson_and_spearman(correlate: Any, preds: Any, labels: Any) -> dict[str, float]:
         if len(preds) < 2:
             return dict.fromkeys(_CORRELATIONS, math.nan)
         if np.ptp(preds) == 0 or np.ptp(labels) == 0:  # scipy gives nan, with which no run and no checkpoint compares
@@ -59,9 +56,6 @@ def apply() -> None:
     def logging_outputs_can_be_summed(self: Any) -> bool:
         return self.training or not self.keep_pred_and_targ
 
-    SentencePredictionTask.setup_task = classmethod(checked_setup)
-    SentencePredictionTask.load_dataset = checked_load
-    sentence_prediction.pearson_and_spearman = pearson_and_spearman
     sentence_prediction.SentencePredictionCriterion.logging_outputs_can_be_summed = logging_outputs_can_be_summed
 
 

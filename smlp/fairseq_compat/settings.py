@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import atexit
-import functools
 import math
 import os
 import sys
@@ -23,6 +22,7 @@ from smlp.costs.memory import check_training
 from smlp.errors import UserError
 from smlp.fairseq_compat.limits import check_numbers
 from smlp.fairseq_compat.needs import check_needs
+from smlp.fairseq_compat.replacing import replacing
 from smlp.fairseq_compat.saving import own_save_dir
 from smlp.files import check_folder
 from smlp.parallel import ExpertLayout
@@ -45,19 +45,17 @@ def apply() -> None:
     if train is None or not HydraConfig.initialized():
         return
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra would print part of a traceback and exit
-    add_defaults, until_exit = train.add_defaults, ExitStack()
+    until_exit = ExitStack()
     atexit.register(until_exit.close)
 
-    @functools.wraps(add_defaults)
-    def checked_add_defaults(cfg: Any) -> None:
+    @replacing(train, "add_defaults")
+    def checked_add_defaults(add_defaults: Any, cfg: Any) -> None:
         try:
             add_defaults(cfg)
             check_before_start(cfg, cfg.distributed_training.distributed_world_size)
         except OmegaConfBaseException as error:
             raise UserError(f"the configuration cannot be read: {str(error).partition(chr(10))[0]}") from error
         until_exit.enter_context(own_save_dir(cfg, train.main))
-
-    train.add_defaults = checked_add_defaults
 
 
 def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None, is_here: bool = True) -> None:

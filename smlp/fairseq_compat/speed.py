@@ -1,12 +1,7 @@
 """Speed and memory in fairseq's training log: ``mfu``, ``mem_gb`` and ``data_wait``.
 
-``mfu``, in percent: operations of the model in the forward and backward pass (:mod:`smlp.costs.formula`) a second
-of wall time, over what all ranks could do in matrix products. It is measured over the same time as fairseq's ``wps``.
-``mem_gb``: most memory held so far by rank 0, in units of 2^30 bytes as fairseq's own ``gb_free``: tensors on its GPU,
-or the process's resident set where it computes on CPUs.
-
-``data_wait``, in percent: the time that rank 0 waits for batches, over the time from the end of one update to the end
-of the next; the log shows both sums' ratio, over the same updates as ``wps``.
+docs/profiling.md defines them. ``mfu`` counts operations by :mod:`smlp.costs.formula`, and is measured over the same
+time as fairseq's ``wps``; ``mem_gb`` is in units of 2^30 bytes, as fairseq's own ``gb_free``.
 """
 
 from __future__ import annotations
@@ -25,6 +20,7 @@ from fairseq.logging import metrics
 
 from smlp.costs.formula import training_flops
 from smlp.costs.matmul_rate import matmul_rate
+from smlp.fairseq_compat.replacing import replacing
 from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder
 
@@ -46,20 +42,15 @@ class DataClock:
     _done: float | None = None  # end of the last update
 
     @classmethod
-    def timed(cls, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap a method that returns the next batches, and count its time."""
-
-        @functools.wraps(following)
-        def next_batches(batches: Any) -> Any:
-            start = time.perf_counter()
-            if cls._done is None:
-                cls._done = start
-            try:
-                return following(batches)
-            finally:
-                cls._waited += time.perf_counter() - start
-
-        return next_batches
+    def next_batches(cls, following: Callable[[Any], Any], batches: Any) -> Any:
+        """Return the next batches by a method that does it, and count its time."""
+        start = time.perf_counter()
+        if cls._done is None:
+            cls._done = start
+        try:
+            return following(batches)
+        finally:
+            cls._waited += time.perf_counter() - start
 
     @classmethod
     def log(cls) -> float:
@@ -73,7 +64,7 @@ class DataClock:
 
 
 def apply() -> None:
-    GroupedIterator.__next__ = DataClock.timed(GroupedIterator.__next__)
+    replacing(GroupedIterator, "__next__")(DataClock.next_batches)
 
 
 def model_flops(core: Decoder | Encoder, sample: Any) -> float:

@@ -8,7 +8,6 @@ update is done ends as usual. Before the first update the signals end a process 
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import multiprocessing
@@ -25,6 +24,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data._utils import signal_handling
 
+from smlp.fairseq_compat.replacing import replacing
 from smlp.launch.stop_signals import EXIT_STOPPED, SIGNALS, StopSignals, heard
 from smlp.launch.team import leave
 
@@ -37,15 +37,11 @@ stop_signals = StopSignals()
 
 
 def apply() -> None:
-    set_worker_handlers = signal_handling._set_worker_signal_handlers
-
-    @functools.wraps(set_worker_handlers)
-    def set_handlers_of_worker() -> None:
+    @replacing(signal_handling, "_set_worker_signal_handlers")
+    def set_handlers_of_worker(set_worker_handlers: Any) -> None:
         # torch's handler for SIGTERM ends a worker: with status 0 if the owner sent it, otherwise as a failure.
         set_worker_handlers()
         stop_signals.become_worker(0)
-
-    signal_handling._set_worker_signal_handlers = set_handlers_of_worker
 
 
 def leave_if_asked(trainer: Any) -> None:

@@ -109,11 +109,7 @@ class SparseTrainer(Trainer):
             self._prepare_options()
 
     def _settle(self, cfg: Any, model: nn.Module) -> None:
-        """Refuse settings that cannot work, and choose the layout of gradients that experts need.
-
-        Raises:
-            UserError: the message names the option.
-        """
+        """Refuse settings that cannot work, and choose the layout of gradients that experts need."""
         if self.experts is not None:
             check_settings(cfg)
         if self.core is not None:

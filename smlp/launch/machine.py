@@ -63,11 +63,7 @@ def _with_parents(root: Path, name: str) -> Iterator[Path]:
 
 
 def _granted(folder: Path) -> tuple[int, int]:
-    """Return the microseconds of CPU time in each period, and the period.
-
-    Raises:
-        ValueError: there is no limit.
-    """
+    """Return the microseconds of CPU time in each period, and the period; raise ``ValueError`` without a limit."""
     if (folder / "cpu.max").is_file():
         granted, period = (folder / "cpu.max").read_text().split()
         return int(granted), int(period)

@@ -4,7 +4,6 @@ of language models (``--arch NAME``)."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from pathlib import Path
 from typing import Any, Optional
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from smlp.costs.memory import check_weights
 from smlp.errors import UserError
+from smlp.fairseq_compat.data import subsets
 from smlp.fairseq_compat.experts import SpreadExperts
 from smlp.fairseq_compat.lost_ranks import collective_timeout
 from smlp.models.fitting import check_fit
@@ -62,18 +62,11 @@ def balance_routers(core: Decoder, data: str, subset: str) -> None:
     """
     if not core.needs_token_counts:
         return
-    present = []
-    for folder in split_paths(data):
-        # fairseq reads SUBSET, SUBSET1, SUBSET2, ... as one subset
-        for number in itertools.count():
-            prefix = Path(folder) / f"{subset}{number or ''}"
-            if not Path(f"{prefix}.idx").exists():
-                break
-            present.append(prefix)
-    if not present:
-        return
-    frequencies_V = sum(count_tokens(prefix, core.config.vocab_size) for prefix in present)
-    core.balance_routers(torch.from_numpy(frequencies_V))
+    prefixes = [Path(folder) / name for folder in split_paths(data) for name in subsets(folder, subset)]
+    present = [prefix for prefix in prefixes if Path(f"{prefix}.idx").exists()]
+    if present:
+        frequencies_V = sum(count_tokens(prefix, core.config.vocab_size) for prefix in present)
+        core.balance_routers(torch.from_numpy(frequencies_V))
 
 
 class LanguageModelDecoder(FairseqIncrementalDecoder):

@@ -236,11 +236,7 @@ _STEPS = ("binarize", "glue", "squad")
 
 
 def _record_of(path: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the manifest of ``smlp data`` that lists a file, and its row there; None without a manifest.
-
-    Raises:
-        UserError: a manifest cannot be read, or is no JSON.
-    """
+    """Return the manifest of ``smlp data`` that lists a file, and its row there; None without a manifest."""
     for folder in path.parents[:2]:
         manifest = folder / "manifest.json"
         if not manifest.is_file():
