@@ -24,6 +24,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data._utils import signal_handling
 
+from smlp.fairseq_compat.plateaus import has_lost_patience
 from smlp.fairseq_compat.replacing import replacing
 from smlp.launch.stop_signals import EXIT_STOPPED, SIGNALS, StopSignals, heard
 from smlp.launch.team import leave
@@ -55,12 +56,17 @@ def leave_if_asked(trainer: Any) -> None:
 
 
 def leave_if_done(trainer: Any) -> None:
-    """Exit with status 0 if a checkpoint that was just loaded has all updates; fairseq would do one more and save."""
+    """Exit with status 0 if a checkpoint that was just loaded is of a run that has ended; fairseq would train on."""
     num_updates, most = trainer.get_num_updates(), trainer.cfg.optimization.max_update
-    if not most or num_updates < most:
+    patience = trainer.cfg.checkpoint.patience
+    if most and num_updates >= most:
+        why = f"has {num_updates} updates and --max-update is {most}"
+    elif has_lost_patience(patience):
+        why = f"ended a run that had improved in none of {patience} validations, and --patience is {patience}"
+    else:
         return
     if trainer.is_data_parallel_master:
-        logger.info(f"the checkpoint has {num_updates} updates and --max-update is {most}: there is nothing to train")
+        logger.info(f"the checkpoint {why}: there is nothing to train")
     leave()
     sys.exit(0)
 

@@ -38,6 +38,7 @@ from smlp.fairseq_compat.loading import (
 )
 from smlp.fairseq_compat.needs import check_best_metric, has_averages
 from smlp.fairseq_compat.parameter_groups import divide_steps
+from smlp.fairseq_compat.plateaus import PLATEAU, plateau_of, restore_plateau
 from smlp.fairseq_compat.profiling import UpdateProfiler
 from smlp.fairseq_compat.records import (
     DIGEST,
@@ -158,7 +159,14 @@ class SparseTrainer(Trainer):
             divide_steps(self._optimizer, self.core, learnt, self.cfg.model)
         self._asked_of_optimizer = constants(self._optimizer)
 
-    def load_checkpoint(self, filename: str, reset_optimizer: bool = False, *rest: Any, **kw: Any) -> Any:
+    def load_checkpoint(
+        self,
+        filename: str,
+        reset_optimizer: bool = False,
+        reset_lr_scheduler: bool = False,
+        optimizer_overrides: dict[str, Any] | None = None,
+        reset_meters: bool = False,
+    ) -> Any:
         """Load any checkpoint on any layout; say what this run does differently from the one that wrote it.
 
         Raises:
@@ -167,11 +175,14 @@ class SparseTrainer(Trainer):
         if self.data_parallel_world_size > 1:
             check_seen_by_all(filename)
         with said_in_one_sentence(filename), reading_moments(not reset_optimizer), self._first_averages(filename):
-            extra_state = super().load_checkpoint(filename, reset_optimizer, *rest, **kw)
+            extra_state = super().load_checkpoint(
+                filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
+            )
         if self.cfg.ema.store_ema:  # fairseq counts updates between two steps of the averages from 0 in each process
             self.ema.update_freq_counter = self.get_num_updates() % max(self.cfg.ema.ema_update_freq, 1)
         if extra_state is not None and not reset_optimizer:
             warn_of_lost_updates(filename, self)
+            restore_plateau(self, extra_state, reset_lr_scheduler, reset_meters)
         if self._optimizer is not None:
             check_constants(filename, self, self._asked_of_optimizer)
             check_moments(filename, self)
@@ -362,6 +373,7 @@ class SparseTrainer(Trainer):
         """Save a checkpoint; spread experts only while all ranks save (:mod:`smlp.fairseq_compat.expert_saving`)."""
         if (dictionary := getattr(self.task, "source_dictionary", None)) is not None:
             extra_state[RECORD] = record_of(dictionary.symbols)
+        extra_state[PLATEAU] = plateau_of(self)
         if self.experts is None:
             return super().save_checkpoint(filename, extra_state)
         if self.expert_saving is None:  # after an error that other ranks may not know of

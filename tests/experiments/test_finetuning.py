@@ -159,6 +159,10 @@ def test_metrics_are_those_of_glue(asked, tmp_path, task, classes, metric, optio
         (["--train-options", "--optimizer sgd"], "--train-options --optimizer: smlp finetune sets this itself"),
         (["--train-options=-a bert_mlm_tiny"], "--train-options -a: smlp finetune sets this itself"),
         (["--train-options", "--update-freq 4"], "--train-options --update-freq: smlp finetune sets this itself"),
+        (
+            ["--train-options=--patience 1"],
+            "--train-options --patience: a run of smlp finetune has a set number of updates",
+        ),
         (["--train-options", "'"], "No closing quotation"),
         (["--train-options=--no-such-option"], "--no-such-option"),
     ],

@@ -91,7 +91,7 @@ def _fork(case: dict, rank: int, ranks: int, port: int, folder: Path) -> int:
         if case.get("file_size_limit"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_size_limit"],) * 2)
         sys.argv = [f"fairseq-{case['tool']}", *case["args"]]
-        runpy.run_module(f"fairseq_cli.{case['tool']}", run_name="__main__")
+        runpy.run_module(f"fairseq_cli.{case['tool']}", run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 1

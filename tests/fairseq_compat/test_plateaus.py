@@ -1,0 +1,70 @@
+"""A run that resumes counts validations without an improvement as if it had never stopped."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from running import TINY_LM, Finished
+
+REPOSITORY = Path(__file__).parents[2]
+# validation after each update, none of which is better than the first
+PATIENT = ["--lr", "1e-12", "--patience", "3", "--validate-interval-updates", "1"]
+# no epoch counts as better than the first; the third bad one halves the rate of the epochs after it
+BY_PLATEAU = [
+    *("--lr-scheduler", "reduce_lr_on_plateau", "--lr-shrink", "0.5", "--lr-patience", "1", "--lr-threshold", "0.9"),
+    *("--batch-size", "64"),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_data, tmp_path_factory: pytest.TempPathFactory, run_fairseq_many) -> dict[str, tuple[Path, Finished]]:
+    root = tmp_path_factory.mktemp("plateaus")
+
+    def train(**calls: tuple[str, list[str]]) -> dict[str, tuple[Path, Finished]]:
+        common = [tiny_data, "--user-dir", REPOSITORY / "smlp", *TINY_LM]
+        cases = [
+            {"tool": "train", "args": [*common, *options, "--save-dir", root / folder]}
+            for folder, options in calls.values()
+        ]
+        found = dict(zip(calls, run_fairseq_many(cases, timeout=200), strict=True))
+        return {name: (root / calls[name][0] / "checkpoint_last.pt", run) for name, run in found.items()}
+
+    found = train(
+        patient=("patient", [*PATIENT, "--max-update", "3"]),
+        rate=("rate", [*BY_PLATEAU, "--max-epoch", "3"]),
+        rate_whole=("whole", [*BY_PLATEAU, "--max-epoch", "4"]),
+    )
+    found |= train(
+        patient_again=("patient", [*PATIENT, "--max-update", "8"]),
+        rate_again=("rate", [*BY_PLATEAU, "--max-epoch", "4"]),
+    )
+    return found | train(patient_ended=("patient", [*PATIENT, "--max-update", "8"]))
+
+
+def rates(run: Finished) -> dict[str, str]:
+    """The learning rate of each update as it was logged, by epoch and number of the batch."""
+    return dict(re.findall(r"train_inner \| epoch (\d+: +\d+) / .*? lr=([\d.e-]+)", run.stdout))
+
+
+def test_patience_counts_validations_before_a_restart(runs) -> None:
+    _, again = runs["patient_again"]
+    assert again.rc == 0, again.stderr
+    assert "early stop since valid performance hasn't improved for last 3 runs" in again.stdout
+    assert re.findall(r"train_inner .* num_updates=(\d+)", again.stdout) == ["4"]
+
+
+def test_a_run_that_patience_has_ended_does_not_train_on(runs) -> None:
+    path, ended = runs["patient_ended"]
+    assert ended.rc == 0, ended.stderr
+    assert "had improved in none of 3 validations, and --patience is 3: there is nothing to train" in ended.stdout
+    assert "train_inner" not in ended.stdout
+    assert torch.load(path)["optimizer_history"][-1]["num_updates"] == 4
+
+
+def test_the_rate_falls_in_the_same_epoch_after_a_restart(runs) -> None:
+    whole, first, again = (rates(runs[name][1]) for name in ("rate_whole", "rate", "rate_again"))
+    assert set(whole.values()) == {"0.001", "0.0005"}
+    assert first | again == whole and not first.keys() & again.keys()
