@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_prep.flow.documents import Defect, Failure, Loss, Record, with_defect
 from data_prep.flow.limits import DEFAULT_SECONDS, DocumentFailed, Helper, helper
 from data_prep.flow.streams import DamagedFile, open_stream
-from smlp.errors import UserError
 
 _HTML = ("text/html", "application/xhtml+xml")
 
@@ -24,12 +22,7 @@ def pages(
     A document is a record of type ``response``; requests and the file's own metadata are none. One record at a time is
     in memory. A page of more than ``max_bytes``, unpacked, is a loss; so is one that takes more than
     ``max_seconds`` of CPU time, which a defect names.
-
-    Raises:
-        UserError: warcio or trafilatura is not installed.
     """
-    if find_spec("warcio") is None or find_spec("trafilatura") is None:
-        raise UserError("for WARC files install the extra 'data': pip install -e '.[data]'")
     from warcio.archiveiterator import ArchiveIterator
 
     extract = helper(f"{__name__}:text_of_page", max_seconds, ("trafilatura",))

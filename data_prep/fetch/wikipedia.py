@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -41,12 +40,7 @@ def articles(
     The dump is ``pages-articles`` XML, plain or compressed (``.bz2`` of several streams too). A page of more than
     ``max_bytes`` of wikitext is a loss; so is one that takes more than ``max_seconds`` of CPU time, and a
     defect names it.
-
-    Raises:
-        UserError: mwparserfromhell is not installed.
     """
-    if find_spec("mwparserfromhell") is None:
-        raise UserError("for Wikipedia install the extra 'data': pip install -e '.[data]'")
     parse = helper(f"{__name__}:text_of_article", max_seconds, ("mwparserfromhell",))
     num_pages, in_page = 0, False
     try:
