@@ -65,21 +65,21 @@ def sign_part(part: FilePart, out: Path, settings: SignSettings) -> PartResult:
 
         names, offsets, tainted, hits = opened("names"), opened("offsets"), opened("tainted"), opened("hits")
         values = opened("signatures")
-        exact = files.enter_context(spilling(stem.with_name(f"{part.name}.exact"), 3, settings.num_partitions))
-        bands = files.enter_context(spilling(stem.with_name(f"{part.name}.bands"), 2, settings.num_partitions))
+        add_exact = files.enter_context(spilling(stem.with_name(f"{part.name}.exact"), settings.num_partitions))
+        add_bands = files.enter_context(spilling(stem.with_name(f"{part.name}.bands"), settings.num_partitions))
         block = _Block()
 
         def flush() -> None:
             nonlocal block
             if block.exact:
-                exact.add(np.array(block.exact, dtype=np.uint64))
+                add_exact(np.array(block.exact, dtype=np.uint64))
             if settings.scheme and block.shingles:
                 signed = signatures(block.shingles, settings.scheme)
                 values.write(signed.tobytes())
                 numbers = np.array(block.numbers)
                 keys = band_keys(signed[numbers >= 0], settings.scheme)
                 rows = np.repeat(numbers[numbers >= 0].astype(np.uint64), keys.shape[1])
-                bands.add(np.stack([keys.reshape(-1), rows], axis=1))
+                add_bands(np.stack([keys.reshape(-1), rows], axis=1))
             block = _Block()
 
         offsets.write(np.int64(0).tobytes())
