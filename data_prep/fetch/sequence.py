@@ -19,7 +19,7 @@ from data_prep.fetch.download import DownloadFailed, RemoteFile, bytes_there, do
 from data_prep.fetch.listing import list_files
 from data_prep.fetch.source import Hub
 from data_prep.fetch.wanted import Wanted
-from data_prep.flow.documents import FORMATS, Defect, Loss, Record, check_format, read
+from data_prep.flow.documents import FORMATS, Defect, Failure, Loss, Record, check_format, read
 from data_prep.flow.manifest import (
     SETTINGS,
     STATE,
@@ -299,7 +299,7 @@ class Writer:
         """Write the remaining documents; the result covers all of them."""
         left = 0 if self._is_over else self._read
         while left > 0 and (piece := next(pieces, None)) is not None:
-            left -= not isinstance(piece, Defect)  # a document that was slow has one, and may be fast now
+            left -= not isinstance(piece, Defect)
         lines = iter(()) if self._is_over else self._lines(pieces)
         for line in lines:
             path = self._out / f"{self._name}-{len(self._outputs):05d}.jsonl{self._suffix}"
@@ -325,6 +325,8 @@ class Writer:
                 self._defects.append({"problem": piece.problem, "where": piece.where})
             elif isinstance(piece, Loss):
                 counts.drop(piece.reason, piece.number)
+                if isinstance(piece, Failure):
+                    self._defects.append({"problem": f"dropped, {piece.reason}", "where": piece.where})
             else:
                 counts.keep()
                 counts.other["bytes of text"] += len(piece.text.encode("utf-8", "surrogatepass"))
