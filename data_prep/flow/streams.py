@@ -232,11 +232,11 @@ def _compressing(path: Path, file: Any) -> IO[bytes]:
     return file
 
 
-def write_bytes(path: Path, content: bytes) -> dict[str, Any]:
-    """Write a small file, whole or not at all; return its name, bytes and SHA-256."""
+def write_bytes(path: Path, content: bytes, out: Path | None = None) -> dict[str, Any]:
+    """Write a small file, whole or not at all; return its name below ``out`` (default: its folder), bytes, SHA-256."""
     with write_stream(path) as (stream, written):
         stream.write(content)
-    return written.row(path.parent)
+    return written.row(path.parent if out is None else out)
 
 
 def as_json(value: Any, **style: Any) -> bytes:
