@@ -119,11 +119,7 @@ def _hit_row(record: Record, found: dict[str, tuple[int, int, int]], words: list
         task: {"ngrams": number, "text": b" ".join(words[start : start + n]).decode()}
         for task, (number, start, n) in found.items()
     }
-    row = {"id": record.id, "source": record.source, "tasks": tasks}
-    return json_line(row)
-
-
-HELD_OUT = " of a held-out document"
+    return json_line({"id": record.id, "source": record.source, "tasks": tasks})
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,7 @@ def write_part(
             document, index = base + index, index + 1
             if tainted[document - base]:
                 counts.drop("contaminated")
-                row: dict[str, Any] = {"id": piece.id, "source": piece.source, "kind": "contaminated"}
+                row: dict[str, Any] = {"kind": "contaminated"}
             elif kept[document - base] == document:
                 counts.keep()
                 stream.write(piece.line())
@@ -173,12 +169,10 @@ def write_part(
             else:
                 winner = int(kept[document - base])
                 row = _removed(document, winner, bool(exact[document - base] == winner), lookup)
-                row = {"id": piece.id, "source": piece.source, **row}
-                held_out = winner < signed.first_input
-                row["held_out"] = held_out
-                counts.drop(f"{row['kind']} duplicate{HELD_OUT if held_out else ''}")
+                row["held_out"] = winner < signed.first_input
+                counts.drop(f"{row['kind']} duplicate{' of a held-out document' if row['held_out'] else ''}")
                 pairs[piece.source, row["kept_source"], row["kind"]] += 1
-            removed.write(json_line(row))
+            removed.write(json_line({"id": piece.id, "source": piece.source, **row}))
     assert index == stop - base, f"{part.path}: {index} documents, but there were {stop - base}"
     lookup.close()
     facts = {"pairs": [[*key, number] for key, number in sorted(pairs.items())]}
