@@ -154,11 +154,11 @@ def _downloaded(wanted: Wanted) -> tuple[list[RemotePart], list[str]]:
     return [replace(part, size=size) for part, size in zip(parts, sizes, strict=True)], problems
 
 
-def _requests(files: Sequence[RemoteFile]) -> list[tuple[str, dict[str, Any], int | None]]:
-    return [(file.name, asdict(file), file.num_bytes) for file in files]
+def _requests(files: Sequence[RemoteFile]) -> list[tuple[str, dict[str, Any]]]:
+    return [(file.name, asdict(file)) for file in files]
 
 
-def _shards(wanted: Wanted, kept_only: bool = False) -> list[tuple[str, dict[str, Any], int | None]]:
+def _shards(wanted: Wanted, kept_only: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """Return name and request of each shard, for the revision that the first command found; none if that is unknown.
 
     Without ``kept_only`` the Hub is asked then, and always with ``--restart``.
@@ -173,15 +173,9 @@ def _shards(wanted: Wanted, kept_only: bool = False) -> list[tuple[str, dict[str
         dataset, number = hub.pinned(wanted.source.hub)
         row = {"key": key, "hub": asdict(dataset), "num_shards": number}
         write_bytes(kept, json.dumps(row, indent=1).encode())
-    dataset, number = Hub(**row["hub"]), row["num_shards"]
-    return [
-        (
-            f"{dataset.split}-{shard:05d}-of-{number:05d}",
-            {"hub": row["hub"], "shard": shard, "num_shards": number, **files},
-            None,
-        )
-        for shard in range(number)
-    ]
+    split, number = row["hub"]["split"], row["num_shards"]
+    requests = ({"hub": row["hub"], "shard": shard, "num_shards": number, **files} for shard in range(number))
+    return [(f"{split}-{shard:05d}-of-{number:05d}", request) for shard, request in enumerate(requests)]
 
 
 @dataclass(frozen=True)
@@ -198,7 +192,7 @@ class RemotePart(FilePart):
         return self.size
 
 
-def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]) -> list[RemotePart]:
+def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[RemotePart]:
     """Return parts for files of the web or shards. If a request has changed, its download is removed."""
     planned = _planned(wanted, requests)
     for part, content in planned:
@@ -208,20 +202,14 @@ def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int
     return [part for part, _ in planned]
 
 
-def _planned(
-    wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]
-) -> list[tuple[RemotePart, bytes]]:
+def _planned(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[RemotePart, bytes]]:
     """Return parts for files of the web or shards, and what their requests hold."""
     names: set[str] = set()
     planned = []
-    for name, row, size in requests:
+    for name, row in requests:
         plain_name(name, f"the list of {wanted.source.name}")
-        part = RemotePart(
-            wanted.raw / f"{name}{REQUEST}",
-            unique_name(part_name(name), names),
-            wanted.source.name,
-            size=size or 1,
-        )
+        path, own = wanted.raw / f"{name}{REQUEST}", unique_name(part_name(name), names)
+        part = RemotePart(path, own, wanted.source.name, size=row.get("num_bytes") or 1)
         planned.append((part, json.dumps(row).encode()))
     return planned
 

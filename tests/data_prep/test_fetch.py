@@ -496,7 +496,7 @@ def test_a_dataset_of_the_hub_stays_at_the_revision_that_was_found(tmp_path, mon
     (tmp_path / "shards.json").write_text(json.dumps(row))
     monkeypatch.setattr(sequence.hub, "pinned", pytest.fail)
     found = sequence._shards(SimpleNamespace(raw=tmp_path, source=SimpleNamespace(hub=hub), restart=False))
-    assert [(shard["hub"]["revision"], shard["shard"]) for _, shard, _ in found] == [("old", 0), ("old", 1)]
+    assert [(shard["hub"]["revision"], shard["shard"]) for _, shard in found] == [("old", 0), ("old", 1)]
 
 
 def test_shards_of_the_hub_whole_and_in_part(tmp_path, monkeypatch):
