@@ -201,8 +201,8 @@ def _phases(
     signing = run_parts(run, phase, parts, partial(sign_part, settings=sign), (sign.num_partitions, WORDS))
     if signing.results is None:
         return signing
-    sizes = [result.facts["documents"] for result in signing.results]
-    signed = Signed.of(run.out, [part.name for part in parts], sizes, len(held_out))
+    bases = np.cumsum([0, *(result.facts["documents"] for result in signing.results)], dtype=np.int64)
+    signed = Signed(run.out, [part.name for part in parts], bases, int(bases[len(held_out)]))
     outputs = [result.outputs for result in signing.results]
     digest = hashlib.sha256(json.dumps([outputs, len(held_out)]).encode()).hexdigest()[:8]
     suffix = COMPRESSIONS[args.compress]

@@ -67,22 +67,13 @@ class Signed:
     """The parts that the first phase has signed. Documents are numbered through them, from 0."""
 
     out: Path  # the step's folder
-    names: tuple[str, ...]  # of the parts; those held out come first, then the inputs in their order
+    names: list[str]  # of the parts; those held out come first, then the inputs in their order
     bases: np.ndarray  # number of the first document of each part, and of all documents: int64, shape (parts + 1,)
-    num_held_out: int  # parts held out
-
-    @classmethod
-    def of(cls, out: Path, names: Sequence[str], sizes: Sequence[int], num_held_out: int) -> Signed:
-        return cls(out, tuple(names), np.concatenate(([0], np.cumsum(sizes))).astype(np.int64), num_held_out)
+    first_input: int  # number of the first document that is not held out
 
     @property
     def num_documents(self) -> int:
         return int(self.bases[-1])
-
-    @property
-    def first_input(self) -> int:
-        """The number of the first document that is not held out."""
-        return int(self.bases[self.num_held_out])
 
     def path(self, part: int, kind: str) -> Path:
         """Return a file of a part: ``exact``, ``bands``, ``signatures``, ``names``, ``offsets``, ``tainted``."""
