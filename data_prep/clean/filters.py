@@ -160,8 +160,7 @@ def _repeated_characters(keys: np.ndarray, lengths: np.ndarray, n: int) -> int:
 
 def word_length(document: Measures) -> float:
     """Return the mean length of the words of a document, in characters."""
-    number = max(len(document.words), 1)
-    return sum(map(len, document.words)) / number
+    return sum(map(len, document.words)) / max(len(document.words), 1)
 
 
 # Rules for documents, in the order in which they are applied; the language comes last because it costs most.
