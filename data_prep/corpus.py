@@ -31,15 +31,11 @@ class Document:
 
     @property
     def num_words(self) -> int:
-        return sum(count_words(paragraph) for paragraph in self.paragraphs)
+        """Whitespace-separated words; a line end is no word."""
+        return sum(len(paragraph.split()) for paragraph in self.paragraphs)
 
 
 Splits = dict[str, list[Document]]
-
-
-def count_words(text: str) -> int:
-    """Count whitespace-separated words; a line end is no word."""
-    return len(text.split())
 
 
 def assert_disjoint(splits: Splits, key: Callable[[str], str]) -> None:
@@ -58,7 +54,7 @@ def split_counts(documents: list[Document]) -> dict[str, int]:
     return {
         "documents": len(documents),
         "paragraphs": len(paragraphs),
-        "words": sum(map(count_words, paragraphs)),
+        "words": sum(document.num_words for document in documents),
         "chars": sum(map(len, paragraphs)),
     }
 

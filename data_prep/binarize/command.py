@@ -198,7 +198,7 @@ def _merge(
     merged = run_parts(run, "merge", plans, merge_part).results
     sources = {f"{folder}{path.name}": path for folder in folders for path in tokenizer_files(args.tokenizer)}
     note_files(run.out, sources)
-    beside = [{**write_bytes(run.out / name, path.read_bytes()), "name": name} for name, path in sources.items()]
+    beside = [write_bytes(run.out / name, path.read_bytes(), run.out) for name, path in sources.items()]
     encoded = [replace(result, outputs=[]) for done in finished.values() for result in done.results]
     facts = {"splits": {}, "dictionary": vocab_size, "dtype": dtype.str}
     for split, done in written.items():

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -143,8 +143,7 @@ def encode_part(part: FilePart, out: Path, job: Job) -> PartResult:
             tokens = with_ends(ids_N, lengths_L, vocabulary.eos, token_type(len(vocabulary)))
             _deal(segments, tokens, lengths_L + 1, documents)
         segments.finish()
-    facts = {"unknown": unknown, "segments": [list(asdict(segment).values()) for segment in segments.segments]}
-    return PartResult([written.row(out)], counts, defects, facts)
+    return PartResult([written.row(out)], counts, defects, {"unknown": unknown, "segments": segments.segments})
 
 
 # of each document of a block: its shard, and its number of lines (D,), including the empty one at its end

@@ -10,9 +10,8 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -76,8 +75,7 @@ SEGMENT_TOKENS = 1 << 19
 LENGTH = np.dtype("<i4")
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """``tokens`` in ``lines`` of one shard; ``ends`` counts the empty lines, which end documents."""
 
     shard: int
@@ -90,43 +88,36 @@ class Segment:
         return self.tokens * token.itemsize + self.lines * LENGTH.itemsize
 
 
-@dataclass
-class _Waiting:
-    tokens: list[np.ndarray] = field(default_factory=list)
-    lengths: list[np.ndarray] = field(default_factory=list)
-    num_tokens: int = 0
-
-
 class SegmentWriter:
     """Collect tokens for each shard and write them in segments."""
 
     def __init__(self, stream: BinaryIO, num_shards: int) -> None:
         self._stream = stream
-        self._waiting = [_Waiting() for _ in range(num_shards)]
+        self._waiting: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(num_shards)]
+        self._num_tokens = [0] * num_shards
         self.segments: list[Segment] = []
 
     def add(self, shard: int, tokens_N: np.ndarray, lengths_L: np.ndarray) -> None:
         """Add the tokens of whole lines, with the ``</s>`` of each, and the lines' lengths."""
-        waiting = self._waiting[shard]
-        waiting.tokens.append(tokens_N)
-        waiting.lengths.append(lengths_L)
-        waiting.num_tokens += len(tokens_N)
-        if waiting.num_tokens >= SEGMENT_TOKENS:
+        self._waiting[shard].append((tokens_N, lengths_L))
+        self._num_tokens[shard] += len(tokens_N)
+        if self._num_tokens[shard] >= SEGMENT_TOKENS:
             self._write(shard)
 
     def finish(self) -> None:
         """Write what is left, shard by shard."""
-        for shard, waiting in enumerate(self._waiting):
-            if waiting.num_tokens:
+        for shard, num_tokens in enumerate(self._num_tokens):
+            if num_tokens:
                 self._write(shard)
 
     def _write(self, shard: int) -> None:
-        waiting, self._waiting[shard] = self._waiting[shard], _Waiting()
-        lengths_L = np.concatenate(waiting.lengths)
-        for tokens_N in waiting.tokens:
+        for tokens_N, _ in self._waiting[shard]:
             self._stream.write(tokens_N.tobytes())
+        lengths_L = np.concatenate([lengths_L for _, lengths_L in self._waiting[shard]])
         self._stream.write(lengths_L.astype(LENGTH).tobytes())
-        self.segments.append(Segment(shard, waiting.num_tokens, len(lengths_L), int(np.count_nonzero(lengths_L == 1))))
+        ends = int(np.count_nonzero(lengths_L == 1))
+        self.segments.append(Segment(shard, self._num_tokens[shard], len(lengths_L), ends))
+        self._waiting[shard], self._num_tokens[shard] = [], 0
 
 
 PLANS = f"{STATE}/plans"
@@ -153,7 +144,7 @@ def write_plans(
         for row in result.facts["segments"]:
             segment = Segment(*row)
             shard = number % len(folders) if by_part else segment.shard
-            shards[shard].append([result.outputs[0]["name"], position, *list(asdict(segment).values())[1:]])
+            shards[shard].append([result.outputs[0]["name"], position, *segment[1:]])
             position += segment.num_bytes(dtype)
     parts = []
     digests = [result.outputs[0]["sha256"] for result in results]

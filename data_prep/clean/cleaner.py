@@ -6,7 +6,7 @@ import contextlib
 import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from data_prep.clean import filters, rules
 from data_prep.clean.filters import FILTERS, Measures, Thresholds, excerpt, is_in, option
@@ -20,11 +20,10 @@ RULES = (*rules.CHARACTER_RULES, *LINE_RULES, *FILTERS, "language")
 
 
 @dataclass(frozen=True)
-class Cleaning:
-    """The rules that :func:`clean` applies."""
+class Cleaning(Thresholds):
+    """The rules that :func:`clean` applies, with the thresholds of the filters."""
 
     off: frozenset[str] = frozenset()  # names of rules that are not applied
-    thresholds: Thresholds = field(default_factory=Thresholds)  # of the filters
     language: str = "en"  # code of the language that documents must be in, or "any"
     min_line_words: int = option(0, "short-lines", "remove lines with fewer words; 0 keeps them")
     repeated_line_words: int = option(
@@ -65,9 +64,8 @@ def clean(text: str, settings: Cleaning, tally: Counter[str]) -> tuple[str, str]
     for name, drops in FILTERS.items():
         if name in settings.off or (name == "stop-words" and settings.language != "en"):
             continue
-        if drops(document, settings.thresholds):
-            return text, name
-        if name == "many-repeated-lines" and repeated_before > settings.thresholds.max_repeated_lines:
+        was_repetitive = name == "many-repeated-lines" and repeated_before > settings.max_repeated_lines
+        if was_repetitive or drops(document, settings):
             return text, name
     if settings.names_language:
         beginning = excerpt(text, settings.language_characters)

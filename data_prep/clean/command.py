@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.clean.cleaner import RULES, Cleaning, clean, load
-from data_prep.clean.filters import Thresholds, languages
+from data_prep.clean.filters import languages
 from data_prep.flow.documents import ReadSettings, counted_records
 from data_prep.flow.limits import CpuLimit, DocumentFailed
 from data_prep.flow.manifest import Counts, PartResult, write_manifest
@@ -41,11 +41,11 @@ What the rules do and where their thresholds come from is in docs/data.md.
 """
 
 #: fields set by options of the same name
-_NUMBERS = [item for item in (*fields(Thresholds), *fields(Cleaning)) if "help" in item.metadata]
+_NUMBERS = [item for item in fields(Cleaning) if "help" in item.metadata]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options. Each threshold has one, named as in :class:`Cleaning` and :class:`Thresholds`."""
+    """Declare the options. Each threshold has one, named as in :class:`Cleaning`."""
     add_input_options(parser)
     add_time_option(parser)
     group = parser.add_argument_group("rules")
@@ -99,8 +99,7 @@ def settings_of(args: argparse.Namespace) -> Cleaning:
     if args.language != "any" and "language" not in args.without and args.language not in languages():
         raise UserError(f"--language {args.language!r} is unknown: choose any or one of {', '.join(languages())}")
     values = {item.name: getattr(args, item.name) for item in _NUMBERS}
-    thresholds = Thresholds(**{item.name: values.pop(item.name) for item in fields(Thresholds)})
-    return Cleaning(frozenset(args.without), thresholds, args.language, **values)
+    return Cleaning(off=frozenset(args.without), language=args.language, **values)
 
 
 def clean_part(part: FilePart, out: Path, reading: ReadSettings, settings: Cleaning, suffix: str) -> PartResult:

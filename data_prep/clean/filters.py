@@ -6,7 +6,6 @@ training Gopher", appendix A.1.1; the others are our own.
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.clean.rules import NOT_ASCII, ascii_counts
 from smlp.errors import UserError
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))  # Gopher
@@ -27,21 +27,22 @@ _HASH_FACTOR = np.int64(0x5851F42D4C957F2D)
 
 _MOST_OF_A_WORD = 50  # characters that may be left out to end with a whole word
 
-_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _PUNCTUATION = ".,;:!?'\"()-"
 _JOINERS = "\u200c\u200d"
 _MARKS = "•§¶†‡※‰‱⁂％＃＆＠＊＼"  # Unicode's punctuation, but symbols as those of ASCII are
 _NO_SYMBOLS = ("P", "Mn", "Mc")  # beginnings of Unicode's categories of punctuation, vowel signs and accents
-_ASCII = [chr(code) for code in range(128)]
-_SYMBOLS = [not (c.isalnum() or c.isspace() or c in _PUNCTUATION) for c in _ASCII]
-# visible characters, letters, capitals, digits, symbols
-_ASCII_KINDS = np.array(
-    [
-        [not c.isspace() for c in _ASCII],
-        *([f(c) for c in _ASCII] for f in (str.isalpha, str.isupper, str.isdigit)),
-        _SYMBOLS,
-    ]
-)
+
+
+def _kinds(c: str) -> list[bool]:
+    """Return whether a character is visible, a letter, a capital, a digit, a symbol."""
+    if c.isascii():
+        is_text = c in _PUNCTUATION
+    else:
+        is_text = c in _JOINERS or (unicodedata.category(c).startswith(_NO_SYMBOLS) and c not in _MARKS)
+    return [not c.isspace(), c.isalpha(), c.isupper(), c.isdigit(), not (is_text or c.isalnum() or c.isspace())]
+
+
+_ASCII_KINDS = np.array([_kinds(chr(code)) for code in range(128)])
 
 
 def option(default: float, rule: str, help: str) -> Any:
@@ -91,17 +92,10 @@ class Measures:
     @cached_property
     def shares(self) -> dict[str, float]:
         """Shares of ``symbols`` and ``digits`` among visible characters, and of ``upper`` case among letters."""
-        counts = np.bincount(np.frombuffer(self.text.encode("ascii", "ignore"), dtype=np.uint8), minlength=128)
-        visible, letters, upper, digits, symbols = (int(counts[kind].sum()) for kind in _ASCII_KINDS)
-        if not self.text.isascii():
-            for character, number in Counter(_NOT_ASCII.findall(self.text)).items():
-                visible += number * (not character.isspace())
-                letters += number * character.isalpha()
-                upper += number * character.isupper()
-                digits += number * character.isdigit()
-                is_text = character.isalnum() or character.isspace() or character in _JOINERS
-                is_text |= unicodedata.category(character).startswith(_NO_SYMBOLS) and character not in _MARKS
-                symbols += number * (not is_text)
+        totals = ascii_counts(self.text) @ _ASCII_KINDS
+        if others := Counter(NOT_ASCII.findall(self.text)):
+            totals += np.array([*others.values()]) @ np.array([_kinds(character) for character in others])
+        visible, letters, upper, digits, symbols = totals.tolist()
         return {
             "symbols": symbols / max(visible, 1),
             "digits": digits / max(visible, 1),
@@ -166,8 +160,7 @@ def _repeated_characters(keys: np.ndarray, lengths: np.ndarray, n: int) -> int:
 
 def word_length(document: Measures) -> float:
     """Return the mean length of the words of a document, in characters."""
-    number = max(len(document.words), 1)
-    return sum(map(len, document.words)) / number
+    return sum(map(len, document.words)) / max(len(document.words), 1)
 
 
 # Rules for documents, in the order in which they are applied; the language comes last because it costs most.

@@ -25,7 +25,7 @@ from data_prep.flow.streams import from_extra
 _LONG_RUN = re.compile(r"[^\w\s\x00-\x7f]{32,}")
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
 _LONGEST_ENTITY = 34  # with & and ;
-_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 # Control characters that are white space (tabs, line breaks, \x1c to \x1f, \x85) are left to the rule for white space.
 _CONTROL_ASCII = bytes([*range(0x09), *range(0x0E, 0x1C), 0x7F])
 _OTHER_SPACE = re.compile(r"[^\S\n ]")
@@ -128,14 +128,15 @@ def whitespace(text: str) -> str:
 
 def num_changed(old: str, new: str) -> int:
     """Return how many characters of ``old`` are missing in ``new``, or how many were added, whichever is larger."""
-    ascii_change = _ascii_counts(new) - _ascii_counts(old)
-    before, after = (Counter(_NOT_ASCII.findall(text)) for text in (old, new))
+    ascii_change = ascii_counts(new) - ascii_counts(old)
+    before, after = (Counter(NOT_ASCII.findall(text)) for text in (old, new))
     gone = -int(ascii_change[ascii_change < 0].sum()) + (before - after).total()
     come = int(ascii_change[ascii_change > 0].sum()) + (after - before).total()
     return max(gone, come)
 
 
-def _ascii_counts(text: str) -> np.ndarray:
+def ascii_counts(text: str) -> np.ndarray:
+    """Return how often each character of ASCII occurs: (128,)."""
     return np.bincount(np.frombuffer(text.encode("ascii", "ignore"), dtype=np.uint8), minlength=128)
 
 

@@ -22,7 +22,7 @@ from data_prep.dedup.groups import exact_pairs, first_of_each, near_pairs, pairs
 from data_prep.dedup.passes import Decisions, SignSettings, outputs_of_part, sign_part, write_part
 from data_prep.dedup.signatures import WORDS, Scheme
 from data_prep.flow.documents import FORMATS
-from data_prep.flow.manifest import WORK, Counts, PartResult, write_manifest
+from data_prep.flow.manifest import WORK, Counts, PartResult, counts_of, write_manifest
 from data_prep.flow.options import (
     COMPRESSIONS,
     add_compression,
@@ -201,8 +201,8 @@ def _phases(
     signing = run_parts(run, phase, parts, partial(sign_part, settings=sign), (sign.num_partitions, WORDS))
     if signing.results is None:
         return signing
-    sizes = [result.facts["documents"] for result in signing.results]
-    signed = Signed.of(run.out, [part.name for part in parts], sizes, len(held_out))
+    bases = np.cumsum([0, *(result.facts["documents"] for result in signing.results)], dtype=np.int64)
+    signed = Signed(run.out, [part.name for part in parts], bases, int(bases[len(held_out)]))
     outputs = [result.outputs for result in signing.results]
     digest = hashlib.sha256(json.dumps([outputs, len(held_out)]).encode()).hexdigest()[:8]
     suffix = COMPRESSIONS[args.compress]
@@ -257,10 +257,7 @@ def _finish(
     """Collect the results of the parts, and write the manifest."""
     names = [result.outputs[0]["name"].removesuffix(".names") for result in signing.results]
     facts: dict[str, Any] = {REMOVED: _gather(run.out, REMOVED, [f"{name}.removed" for name in names[num_held_out:]])}
-    held_out = Counts()
-    for result in signing.results[:num_held_out]:
-        held_out.add(result.counts)
-    facts["held_out"] = held_out.to_json()
+    facts["held_out"] = counts_of(signing.results[:num_held_out]).to_json()
     pairs: Counter[tuple[str, ...]] = Counter()
     for result in written.results:
         pairs.update({tuple(key): number for *key, number in result.facts["pairs"]})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -177,10 +177,9 @@ class Index:
         }
 
 
-def summary(tasks: TaskNgrams, parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(tasks: TaskNgrams, parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each task: documents that overlap, n-grams found in them, records found, of how many."""
     rows = []
-    parts = list(parts)
     for number, name in enumerate(tasks.names):
         facts = [part[name] for part in parts if name in part]
         records = set().union(*(part["records"] for part in facts))

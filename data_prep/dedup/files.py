@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,33 +26,20 @@ CONTAMINATED = f"{REPORTS}/contaminated.jsonl.gz"
 _OPEN_FILES = 64
 
 
-class Spill:
-    """Write rows of ``width`` uint64 by partition, a block for each call of :meth:`add`."""
-
-    def __init__(self, stream: Any, width: int, num_partitions: int) -> None:
-        self._stream, self._width, self._num_partitions = stream, width, num_partitions
-        self._rows = 0
-        self.starts: list[np.ndarray] = []
-
-    def add(self, rows: np.ndarray) -> None:
-        """Write rows, uint64, shape (rows, width)."""
-        assert rows.dtype == np.uint64 and rows.shape[1] == self._width
-        partitions = rows[:, 0] % np.uint64(self._num_partitions)
-        order = np.argsort(partitions, kind="stable")
-        sizes = np.bincount(partitions.astype(np.int64), minlength=self._num_partitions)
-        self.starts.append(self._rows + np.concatenate(([0], np.cumsum(sizes))))
-        self._stream.write(np.ascontiguousarray(rows[order]).data)
-        self._rows += len(rows)
-
-
 @contextmanager
-def spilling(path: Path, width: int, num_partitions: int) -> Iterator[Spill]:
-    """Open a :class:`Spill` to ``path`` and ``path.index``."""
+def spilling(path: Path, num_partitions: int) -> Iterator[Callable[[np.ndarray], None]]:
+    """Give a function that writes a block of rows, uint64, shape (rows, width), to ``path`` and ``path.index``."""
+    edges = [np.zeros(1, dtype=np.int64)]  # of the partitions in each block, counted in rows of the file
     with write_stream(path) as (stream, _):
-        spill = Spill(stream, width, num_partitions)
-        yield spill
-    index = np.array(spill.starts, dtype=np.int64).reshape(-1, num_partitions + 1)
-    write_bytes(path.with_name(path.name + ".index"), index.tobytes())
+
+        def add(rows: np.ndarray) -> None:
+            partitions = rows[:, 0] % np.uint64(num_partitions)
+            sizes = np.bincount(partitions.astype(np.int64), minlength=num_partitions)
+            edges.append(edges[-1][-1] + np.concatenate(([0], np.cumsum(sizes))))
+            stream.write(rows[np.argsort(partitions, kind="stable")].tobytes())
+
+        yield add
+    write_bytes(path.with_name(path.name + ".index"), b"".join(block.tobytes() for block in edges[1:]))
 
 
 def read_partition(path: Path, width: int, num_partitions: int, partition: int) -> np.ndarray:
@@ -80,22 +67,13 @@ class Signed:
     """The parts that the first phase has signed. Documents are numbered through them, from 0."""
 
     out: Path  # the step's folder
-    names: tuple[str, ...]  # of the parts; those held out come first, then the inputs in their order
+    names: list[str]  # of the parts; those held out come first, then the inputs in their order
     bases: np.ndarray  # number of the first document of each part, and of all documents: int64, shape (parts + 1,)
-    num_held_out: int  # parts held out
-
-    @classmethod
-    def of(cls, out: Path, names: Sequence[str], sizes: Sequence[int], num_held_out: int) -> Signed:
-        return cls(out, tuple(names), np.concatenate(([0], np.cumsum(sizes))).astype(np.int64), num_held_out)
+    first_input: int  # number of the first document that is not held out
 
     @property
     def num_documents(self) -> int:
         return int(self.bases[-1])
-
-    @property
-    def first_input(self) -> int:
-        """The number of the first document that is not held out."""
-        return int(self.bases[self.num_held_out])
 
     def path(self, part: int, kind: str) -> Path:
         """Return a file of a part: ``exact``, ``bands``, ``signatures``, ``names``, ``offsets``, ``tainted``."""

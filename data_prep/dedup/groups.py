@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ ALL_PAIRS = 256
 GROUP = 1 << 16  # larger groups are processed in pieces, each with the first document of the group
 
 
-def first_of_each(num_documents: int, files: Iterable[Path]) -> np.ndarray:
+def first_of_each(num_documents: int, files: Sequence[Path]) -> np.ndarray:
     """Return for each document the first one that a chain of pairs joins it with; itself if there is none.
 
     This is a union-find on many pairs at once: every document points to an earlier one or to itself; pairs make one
@@ -34,7 +34,6 @@ def first_of_each(num_documents: int, files: Iterable[Path]) -> np.ndarray:
     Returns:
         uint32 (int64 above 4 billion documents), shape (num_documents,): memory is three times this.
     """
-    files = list(files)
     kind = np.uint32 if num_documents < 1 << 32 else np.int64
     parent = np.arange(num_documents, dtype=kind)
     changed = True

@@ -65,21 +65,21 @@ def sign_part(part: FilePart, out: Path, settings: SignSettings) -> PartResult:
 
         names, offsets, tainted, hits = opened("names"), opened("offsets"), opened("tainted"), opened("hits")
         values = opened("signatures")
-        exact = files.enter_context(spilling(stem.with_name(f"{part.name}.exact"), 3, settings.num_partitions))
-        bands = files.enter_context(spilling(stem.with_name(f"{part.name}.bands"), 2, settings.num_partitions))
+        add_exact = files.enter_context(spilling(stem.with_name(f"{part.name}.exact"), settings.num_partitions))
+        add_bands = files.enter_context(spilling(stem.with_name(f"{part.name}.bands"), settings.num_partitions))
         block = _Block()
 
         def flush() -> None:
             nonlocal block
             if block.exact:
-                exact.add(np.array(block.exact, dtype=np.uint64))
+                add_exact(np.array(block.exact, dtype=np.uint64))
             if settings.scheme and block.shingles:
                 signed = signatures(block.shingles, settings.scheme)
                 values.write(signed.tobytes())
                 numbers = np.array(block.numbers)
                 keys = band_keys(signed[numbers >= 0], settings.scheme)
                 rows = np.repeat(numbers[numbers >= 0].astype(np.uint64), keys.shape[1])
-                bands.add(np.stack([keys.reshape(-1), rows], axis=1))
+                add_bands(np.stack([keys.reshape(-1), rows], axis=1))
             block = _Block()
 
         offsets.write(np.int64(0).tobytes())
@@ -119,11 +119,7 @@ def _hit_row(record: Record, found: dict[str, tuple[int, int, int]], words: list
         task: {"ngrams": number, "text": b" ".join(words[start : start + n]).decode()}
         for task, (number, start, n) in found.items()
     }
-    row = {"id": record.id, "source": record.source, "tasks": tasks}
-    return json_line(row)
-
-
-HELD_OUT = " of a held-out document"
+    return json_line({"id": record.id, "source": record.source, "tasks": tasks})
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,7 @@ def write_part(
             document, index = base + index, index + 1
             if tainted[document - base]:
                 counts.drop("contaminated")
-                row: dict[str, Any] = {"id": piece.id, "source": piece.source, "kind": "contaminated"}
+                row: dict[str, Any] = {"kind": "contaminated"}
             elif kept[document - base] == document:
                 counts.keep()
                 stream.write(piece.line())
@@ -173,12 +169,10 @@ def write_part(
             else:
                 winner = int(kept[document - base])
                 row = _removed(document, winner, bool(exact[document - base] == winner), lookup)
-                row = {"id": piece.id, "source": piece.source, **row}
-                held_out = winner < signed.first_input
-                row["held_out"] = held_out
-                counts.drop(f"{row['kind']} duplicate{HELD_OUT if held_out else ''}")
+                row["held_out"] = winner < signed.first_input
+                counts.drop(f"{row['kind']} duplicate{' of a held-out document' if row['held_out'] else ''}")
                 pairs[piece.source, row["kept_source"], row["kind"]] += 1
-            removed.write(json_line(row))
+            removed.write(json_line({"id": piece.id, "source": piece.source, **row}))
     assert index == stop - base, f"{part.path}: {index} documents, but there were {stop - base}"
     lookup.close()
     facts = {"pairs": [[*key, number] for key, number in sorted(pairs.items())]}

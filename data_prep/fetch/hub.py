@@ -67,20 +67,20 @@ def rows(hub: Hub, shard: int, num_shards: int, part: FilePart, reading: ReadSet
                 continue
             group.append(piece)
             if len(group) == hub.rows_per_document:
-                yield _joined(group, reading, f"{label}, row {number - len(group)}")
+                yield _joined(group, reading)
                 group = []
     except (UserError, PartFailed):
         raise
     except Exception as error:  # network errors of several libraries, after their own retries
         raise PartFailed(f"{label}: broke off after {number:,} rows: {_sentence(error)}") from error
     if group:
-        yield _joined(group, reading, f"{label}, row {number - len(group)}")
+        yield _joined(group, reading)
 
 
-def _joined(group: list[Record], reading: ReadSettings, where: str) -> Record | Loss:
+def _joined(group: list[Record], reading: ReadSettings) -> Record | Loss:
     text = "\n".join(record.text for record in group)
     if len(text.encode("utf-8", "surrogatepass")) > reading.max_bytes:
-        return Loss(too_long_for(reading), where)
+        return Loss(too_long_for(reading))
     return replace(group[0], text=text)
 
 

@@ -19,7 +19,7 @@ from data_prep.fetch.download import DownloadFailed, RemoteFile, bytes_there, do
 from data_prep.fetch.listing import list_files
 from data_prep.fetch.source import Hub
 from data_prep.fetch.wanted import Wanted
-from data_prep.flow.documents import FORMATS, Defect, Loss, Record, check_format, read
+from data_prep.flow.documents import FORMATS, Defect, Failure, Loss, Record, check_format, read
 from data_prep.flow.manifest import (
     SETTINGS,
     STATE,
@@ -154,11 +154,11 @@ def _downloaded(wanted: Wanted) -> tuple[list[RemotePart], list[str]]:
     return [replace(part, size=size) for part, size in zip(parts, sizes, strict=True)], problems
 
 
-def _requests(files: Sequence[RemoteFile]) -> list[tuple[str, dict[str, Any], int | None]]:
-    return [(file.name, asdict(file), file.num_bytes) for file in files]
+def _requests(files: Sequence[RemoteFile]) -> list[tuple[str, dict[str, Any]]]:
+    return [(file.name, asdict(file)) for file in files]
 
 
-def _shards(wanted: Wanted, kept_only: bool = False) -> list[tuple[str, dict[str, Any], int | None]]:
+def _shards(wanted: Wanted, kept_only: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """Return name and request of each shard, for the revision that the first command found; none if that is unknown.
 
     Without ``kept_only`` the Hub is asked then, and always with ``--restart``.
@@ -173,15 +173,9 @@ def _shards(wanted: Wanted, kept_only: bool = False) -> list[tuple[str, dict[str
         dataset, number = hub.pinned(wanted.source.hub)
         row = {"key": key, "hub": asdict(dataset), "num_shards": number}
         write_bytes(kept, json.dumps(row, indent=1).encode())
-    dataset, number = Hub(**row["hub"]), row["num_shards"]
-    return [
-        (
-            f"{dataset.split}-{shard:05d}-of-{number:05d}",
-            {"hub": row["hub"], "shard": shard, "num_shards": number, **files},
-            None,
-        )
-        for shard in range(number)
-    ]
+    split, number = row["hub"]["split"], row["num_shards"]
+    requests = ({"hub": row["hub"], "shard": shard, "num_shards": number, **files} for shard in range(number))
+    return [(f"{split}-{shard:05d}-of-{number:05d}", request) for shard, request in enumerate(requests)]
 
 
 @dataclass(frozen=True)
@@ -198,7 +192,7 @@ class RemotePart(FilePart):
         return self.size
 
 
-def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]) -> list[RemotePart]:
+def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[RemotePart]:
     """Return parts for files of the web or shards. If a request has changed, its download is removed."""
     planned = _planned(wanted, requests)
     for part, content in planned:
@@ -208,20 +202,14 @@ def _requested(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int
     return [part for part, _ in planned]
 
 
-def _planned(
-    wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any], int | None]]
-) -> list[tuple[RemotePart, bytes]]:
+def _planned(wanted: Wanted, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[RemotePart, bytes]]:
     """Return parts for files of the web or shards, and what their requests hold."""
     names: set[str] = set()
     planned = []
-    for name, row, size in requests:
+    for name, row in requests:
         plain_name(name, f"the list of {wanted.source.name}")
-        part = RemotePart(
-            wanted.raw / f"{name}{REQUEST}",
-            unique_name(part_name(name), names),
-            wanted.source.name,
-            size=size or 1,
-        )
+        path, own = wanted.raw / f"{name}{REQUEST}", unique_name(part_name(name), names)
+        part = RemotePart(path, own, wanted.source.name, size=row.get("num_bytes") or 1)
         planned.append((part, json.dumps(row).encode()))
     return planned
 
@@ -299,7 +287,7 @@ class Writer:
         """Write the remaining documents; the result covers all of them."""
         left = 0 if self._is_over else self._read
         while left > 0 and (piece := next(pieces, None)) is not None:
-            left -= not isinstance(piece, Defect)  # a document that was slow has one, and may be fast now
+            left -= not isinstance(piece, Defect)
         lines = iter(()) if self._is_over else self._lines(pieces)
         for line in lines:
             path = self._out / f"{self._name}-{len(self._outputs):05d}.jsonl{self._suffix}"
@@ -325,6 +313,8 @@ class Writer:
                 self._defects.append({"problem": piece.problem, "where": piece.where})
             elif isinstance(piece, Loss):
                 counts.drop(piece.reason, piece.number)
+                if isinstance(piece, Failure):
+                    self._defects.append({"problem": f"dropped, {piece.reason}", "where": piece.where})
             else:
                 counts.keep()
                 counts.other["bytes of text"] += len(piece.text.encode("utf-8", "surrogatepass"))

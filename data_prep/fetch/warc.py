@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_prep.flow.documents import Defect, Failure, Loss, Record, with_defect
+from data_prep.flow.documents import Defect, Failure, Loss, Record
 from data_prep.flow.limits import DEFAULT_SECONDS, DocumentFailed, Helper, helper
 from data_prep.flow.streams import DamagedFile, open_stream
-from smlp.errors import UserError
 
 _HTML = ("text/html", "application/xhtml+xml")
 
@@ -24,12 +22,7 @@ def pages(
     A document is a record of type ``response``; requests and the file's own metadata are none. One record at a time is
     in memory. A page of more than ``max_bytes``, unpacked, is a loss; so is one that takes more than
     ``max_seconds`` of CPU time, which a defect names.
-
-    Raises:
-        UserError: warcio or trafilatura is not installed.
     """
-    if find_spec("warcio") is None or find_spec("trafilatura") is None:
-        raise UserError("for WARC files install the extra 'data': pip install -e '.[data]'")
     from warcio.archiveiterator import ArchiveIterator
 
     extract = helper(f"{__name__}:text_of_page", max_seconds, ("trafilatura",))
@@ -55,10 +48,10 @@ def pages(
                 break
             num_records += 1
             if piece is not None:
-                yield from with_defect(piece)
+                yield piece
     if problem or content.damage:
         if is_page:
-            yield Loss("cut off by damage", f"{path}: record {num_records + 1}")
+            yield Loss("cut off by damage")
         yield Defect("damaged: it breaks off", f"{path}: after {num_records:,} records: {content.damage or problem}")
     elif not num_records:
         yield Defect("no document in it", str(path))
@@ -98,21 +91,20 @@ class _UntilDamage:
 def _page(record: Any, path: Path, source: str, max_bytes: int, extract: Helper) -> Record | Loss:
     headers, http = record.rec_headers, record.http_headers
     url = headers.get_header("WARC-Target-URI") or ""
-    where = f"{path}: {url}"
     if http is None or http.get_statuscode() != "200":
-        return Loss("no page: the server's answer was not 200", where)
+        return Loss("no page: the server's answer was not 200")
     if (http.get_header("Content-Type") or "").partition(";")[0].strip().lower() not in _HTML:
-        return Loss("not HTML", where)
+        return Loss("not HTML")
     content = record.content_stream().read(max_bytes + 1)
     if len(content) > max_bytes:
-        return Loss(f"longer than {max_bytes:,} bytes", where)
+        return Loss(f"longer than {max_bytes:,} bytes")
     try:
         text = extract(content, url)
     except DocumentFailed as error:
-        return Failure(str(error), where)
+        return Failure(str(error), where=f"{path}: {url}")
     if text is None:
-        return Loss("page that cannot be parsed", where)
+        return Loss("page that cannot be parsed")
     if not text:
-        return Loss("no text found on the page", where)
+        return Loss("no text found on the page")
     identity = (headers.get_header("WARC-Record-ID") or url).strip("<>")
     return Record(text, identity, source, {"url": url, "date": headers.get_header("WARC-Date") or ""})

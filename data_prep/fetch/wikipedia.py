@@ -5,12 +5,11 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from data_prep.flow.documents import Defect, Failure, Loss, Record, with_defect
+from data_prep.flow.documents import Defect, Failure, Loss, Record
 from data_prep.flow.limits import DEFAULT_SECONDS, DocumentFailed, Helper, helper
 from data_prep.flow.streams import READ_BYTES, DamagedFile, open_stream
 from smlp.errors import UserError
@@ -41,12 +40,7 @@ def articles(
     The dump is ``pages-articles`` XML, plain or compressed (``.bz2`` of several streams too). A page of more than
     ``max_bytes`` of wikitext is a loss; so is one that takes more than ``max_seconds`` of CPU time, and a
     defect names it.
-
-    Raises:
-        UserError: mwparserfromhell is not installed.
     """
-    if find_spec("mwparserfromhell") is None:
-        raise UserError("for Wikipedia install the extra 'data': pip install -e '.[data]'")
     parse = helper(f"{__name__}:text_of_article", max_seconds, ("mwparserfromhell",))
     num_pages, in_page = 0, False
     try:
@@ -61,7 +55,7 @@ def articles(
                 if in_page:
                     continue
                 num_pages += 1
-                yield from with_defect(_article(element, path, source, max_bytes, parse))
+                yield _article(element, path, source, max_bytes, parse)
                 root.clear()  # discard finished pages, or memory would grow with the file
                 bounded.num_bytes = 0
         if not num_pages:
@@ -70,7 +64,7 @@ def articles(
         raise
     except (DamagedFile, ElementTree.ParseError, ValueError, LookupError) as error:  # or an encoding it does not have
         if in_page:
-            yield Loss("cut off by damage", f"{path}: page {num_pages + 1}")
+            yield Loss("cut off by damage")
         yield Defect("damaged: it breaks off", f"{path}: after {num_pages:,} pages: {error}")
 
 
@@ -97,22 +91,21 @@ def _article(page: ElementTree.Element, path: Path, source: str, max_bytes: int,
         name = element.tag.rpartition("}")[2]
         if name in ("title", "ns", "id", "redirect", "text", "timestamp"):
             values.setdefault(name, element.text or "")  # the first id is the page's, the next its revision's
-    where = f"{path}: page {values.get('id', '?')}"
     if values.get("ns") != "0":
-        return Loss("not an article (another namespace)", where)
+        return Loss("not an article (another namespace)")
     wikitext = values.get("text", "")
     if "redirect" in values or _REDIRECT.match(wikitext):
-        return Loss("redirect", where)
+        return Loss("redirect")
     if len(wikitext.encode()) > max_bytes:
-        return Loss(f"longer than {max_bytes:,} bytes", where)
+        return Loss(f"longer than {max_bytes:,} bytes")
     try:
         body = parse(wikitext)
     except DocumentFailed as error:
-        return Failure(str(error), where)
+        return Failure(str(error), where=f"{path}: page {values.get('id', '?')}")
     if body is None:
-        return Loss("wikitext that cannot be parsed", where)
+        return Loss("wikitext that cannot be parsed")
     if not body:
-        return Loss("no text left", where)
+        return Loss("no text left")
     title = values.get("title", "")
     fields = {"title": title, "date": values.get("timestamp", "")}
     return Record(f"{title}\n{body}", f"{source}:{values.get('id', '?')}", source, fields)

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             content = "".join(f"{label} {counts[label]}\n" for label in task.labels)
             beside[f"label/{DICTIONARY}"] = content.encode()
         note_files(run.out, beside)
-        outputs = [write_named(run.out, name, content) for name, content in beside.items()]
+        outputs = [write_bytes(run.out / name, content, run.out) for name, content in beside.items()]
         facts = {"splits": splits, "dictionary": vocab_size, "classes": list(task.labels or ())}
         results = [*done.results, PartResult(outputs, Counts())]
         write_manifest(run.out, "glue", settings, done.inputs, results, facts)
@@ -223,7 +223,7 @@ def encode_split(part: FilePart, out: Path, task: GlueTask, files: dict[str, Spl
         outputs += write_tokens(out, f"label/{split}", ends_L2.ravel(), np.full(len(ids_L), 2), dtype)
     elif rows.labels is not None:
         content = "".join(f"{label}\n" for label in rows.labels)
-        outputs.append(write_named(out, f"label/{split}.label", content.encode()))
+        outputs.append(write_bytes(out / f"label/{split}.label", content.encode(), out))
     length_L = 1 + sum(lengths)  # with <s>
     facts = {
         "rows": len(length_L),
@@ -234,11 +234,6 @@ def encode_split(part: FilePart, out: Path, task: GlueTask, files: dict[str, Spl
         "labels": {label: found[label] for label in task.labels or ()} if rows.labels is not None else None,
     }
     return PartResult(outputs, Counts(other=rows.left_out), facts=facts)
-
-
-def write_named(out: Path, name: str, content: bytes) -> dict[str, Any]:
-    """Write a small file of a step's folder; return its row for the manifest."""
-    return {**write_bytes(out / name, content), "name": name}
 
 
 def _lines(splits: dict[str, dict[str, Any]]) -> list[str]:

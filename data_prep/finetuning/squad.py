@@ -15,19 +15,12 @@ from typing import Any
 import numpy as np
 
 from data_prep.binarize.encoding import LINES, check_tokenizer
-from data_prep.finetuning.glue import (
-    TRAIN,
-    VALID,
-    add_file_options,
-    command_lines,
-    named_files,
-    write_named,
-)
+from data_prep.finetuning.glue import TRAIN, VALID, add_file_options, command_lines, named_files
 from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest, write_manifest
 from data_prep.flow.options import cached_tokenizer, run_of, tokenizer_files, tokenizer_setting
 from data_prep.flow.parts import FilePart
 from data_prep.flow.running import Report, aligned, begin, note_files, run_parts
-from data_prep.flow.streams import DamagedFile, open_stream
+from data_prep.flow.streams import DamagedFile, open_stream, write_bytes
 from smlp.errors import UserError
 from smlp.text.squad import NO_ANSWER, SquadSplit
 from smlp.text.tokenizer import Tokenizer, check_characters
@@ -68,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         splits = {part.name: result.facts for part, result in zip(parts, done.results, strict=True)}
         beside = tokenizer_files(args.tokenizer)
         note_files(run.out, [path.name for path in beside])
-        outputs = [write_named(run.out, path.name, path.read_bytes()) for path in beside]
+        outputs = [write_bytes(run.out / path.name, path.read_bytes()) for path in beside]
         results = [*done.results, PartResult(outputs, Counts())]
         write_manifest(run.out, "squad", settings, done.inputs, results, {"splits": splits, "dictionary": vocab_size})
     manifest = read_manifest(run.out, "squad")
@@ -88,7 +81,7 @@ def encode_split(part: FilePart, out: Path, tokenizer: Path) -> PartResult:
     np.savez(arrays, **files["npz"])
     texts = json.dumps(files["json"], ensure_ascii=False).encode()
     outputs = [
-        write_named(out, f"{part.name}.{suffix}", content)
+        write_bytes(out / f"{part.name}.{suffix}", content)
         for suffix, content in (("npz", arrays.getvalue()), ("json", texts))
     ]
     unknown = (found.context_tokens == encoder.vocabulary.unk, found.question_tokens == encoder.vocabulary.unk)

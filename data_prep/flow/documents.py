@@ -56,17 +56,19 @@ class Loss:
     """A document that could not be read, or several in a row."""
 
     reason: str  # fixed phrase, the key of the counts
-    where: str  # place of the first occurrence
     number: int = 1  # of documents
 
 
+@dataclass(frozen=True)
 class Failure(Loss):
     """A document that took too long or crashed a parser: whether it does may depend on the machine, so it is named."""
+
+    where: str = ""
 
 
 @dataclass(frozen=True)
 class Defect:
-    """A problem that the manifest names: a file is empty or truncated, or a document is a :class:`Failure`."""
+    """A problem of a file that the manifest names: it is empty or truncated, or documents are lost."""
 
     problem: str
     where: str
@@ -81,13 +83,6 @@ class ReadSettings:
     max_bytes: int = 16 << 20  # longer documents are dropped; memory is bounded by a small multiple of it
     # of CPU time, in the steps that parse text; a document that takes longer is dropped
     max_seconds: float = DEFAULT_SECONDS
-
-
-def with_defect(piece: Record | Loss) -> Iterator[Record | Loss | Defect]:
-    """Yield a document, and a defect that names it if it is a :class:`Failure`."""
-    yield piece
-    if isinstance(piece, Failure):
-        yield Defect(f"dropped, {piece.reason}", piece.where)
 
 
 def read(part: FilePart, reading: ReadSettings) -> Iterator[Record | Loss | Defect]:
@@ -179,22 +174,21 @@ def _json_lines(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterato
     for offset, line in lines:
         if part.stop is not None and offset >= part.stop:
             return
-        where = f"{part.path}:{offset}"
         if line is None:
-            yield Loss("cut off by damage" if lines.broken_off else too_long_for(reading), where)
+            yield Loss("cut off by damage" if lines.broken_off else too_long_for(reading))
             continue
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except UnicodeDecodeError:
-            yield Loss("not UTF-8", where)
+            yield Loss("not UTF-8")
             continue
         except (ValueError, RecursionError):
-            yield Loss("not JSON", where)
+            yield Loss("not JSON")
             continue
         if line.count(b"[") + line.count(b"{") > _MOST_LEVELS and _is_deeper(row, _MOST_LEVELS):
-            yield Loss(f"nested deeper than {_MOST_LEVELS} levels", where)
+            yield Loss(f"nested deeper than {_MOST_LEVELS} levels")
         else:
             yield document_of_row(row if isinstance(row, dict) else {}, offset, part, reading)
 
@@ -222,7 +216,7 @@ def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Rec
 
     def finished() -> Iterator[Record | Loss]:
         if too_long:
-            yield Loss(too_long_for(reading), f"{part.path}:{first}")
+            yield Loss(too_long_for(reading))
         elif collected:
             yield _decoded(b"".join(collected), first, part)
 
@@ -231,13 +225,12 @@ def _texts(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterator[Rec
         if past and mode == "line":
             return
         if lines.broken_off:
-            yield Loss("cut off by damage", f"{part.path}:{first if collected or too_long else offset}")
+            yield Loss("cut off by damage")
             return
         blank = line is not None and not line.strip()
         if mode == "line":
             if not blank:
-                where = f"{part.path}:{offset}"
-                yield Loss(too_long_for(reading), where) if line is None else _decoded(line, offset, part)
+                yield Loss(too_long_for(reading)) if line is None else _decoded(line, offset, part)
             continue
         if blank and mode == "blank":
             if not waiting:
@@ -265,7 +258,7 @@ def _decoded(content: bytes, offset: int, part: FilePart) -> Record | Loss:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
-        return Loss("not UTF-8", f"{part.path}:{offset}")
+        return Loss("not UTF-8")
     return Record(text.replace("\r\n", "\n").rstrip("\n"), f"{part.prefix}:{offset}", part.source)
 
 
@@ -289,7 +282,7 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
         if reading.text_field not in file.schema_arrow.names:
             yield Defect(f"no column {reading.text_field!r}: {', '.join(file.schema_arrow.names)}", str(part.path))
             if file.metadata.num_rows:
-                yield Loss(f"no text in field {reading.text_field!r}", f"{part.path}:0", file.metadata.num_rows)
+                yield Loss(f"no text in field {reading.text_field!r}", file.metadata.num_rows)
             return
         if not file.metadata.num_rows:
             yield Defect("no document in it", str(part.path))
@@ -305,7 +298,7 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
                         number += 1
         except (pyarrow.ArrowException, OSError) as error:
             _raise_if_of_disk(error, part.path)
-            yield Loss("cut off by damage", f"{part.path}:{number}", file.metadata.num_rows - number)
+            yield Loss("cut off by damage", file.metadata.num_rows - number)
             yield Defect("damaged: it breaks off", f"{part.path}: {' '.join(str(error).split())}")
 
 
@@ -349,11 +342,10 @@ def _plain(value: Any) -> Any:
 def document_of_row(row: dict[str, Any], number: int, part: FilePart, reading: ReadSettings) -> Record | Loss:
     """Return the document of a row, which is ``number`` in the part's file, or begins at byte ``number``."""
     text = row.pop(reading.text_field, None)
-    where = f"{part.path}:{number}"
     if not isinstance(text, str):
-        return Loss(f"no text in field {reading.text_field!r}", where)
+        return Loss(f"no text in field {reading.text_field!r}")
     if len(text.encode("utf-8", "surrogatepass")) > reading.max_bytes:
-        return Loss(too_long_for(reading), where)
+        return Loss(too_long_for(reading))
     given, source = row.pop("id", None), row.pop("source", None)
     identity = f"{part.prefix}:{number}" if given is None else str(given)
     source = part.source if source is None else str(source)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.streams import read_json, write_bytes
+from data_prep.flow.streams import as_json, read_json, write_bytes
 from smlp import __version__
 from smlp.errors import UserError, one_line
 from smlp.files import name_below, read_text
@@ -158,14 +158,6 @@ def write_manifest(
     }
     write_bytes(out / MANIFEST, as_json(manifest, indent=1) + b"\n")
     return manifest
-
-
-def as_json(value: Any, indent: int | None = None) -> bytes:
-    """Return UTF-8 or, if a file's name is not valid UTF-8, ASCII with escapes."""
-    try:
-        return json.dumps(value, indent=indent, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return json.dumps(value, indent=indent).encode()
 
 
 #: what the entries of every manifest are

@@ -30,12 +30,11 @@ from data_prep.flow.manifest import (
     WORK,
     Counts,
     PartResult,
-    as_json,
     output_paths,
     read_settings,
 )
 from data_prep.flow.parts import FilePart
-from data_prep.flow.streams import PARTIAL, noting, read_json, sha256_of, write_bytes
+from data_prep.flow.streams import PARTIAL, as_json, noting, read_json, sha256_of, write_bytes
 from data_prep.flow.workers import work_on
 from smlp.errors import UserError, one_line
 from smlp.files import is_held

@@ -25,9 +25,8 @@ READ_BYTES = 1 << 20
 _STREAM_BYTES = 1 << 13  # compressed bytes at a time; what follows a stream in them is copied
 _ZSTD_BYTES = 1 << 10  # compressed bytes at a time; zeros can expand them to 32 MiB
 _GZIP_LEVEL = 4  # three times as fast as level 6; English text becomes 7 % larger
-# Exceptions for a damaged or truncated file; zstandard's own is added when it is imported.
-_DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
-
+_DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)  # of a damaged or truncated file
+_DECOMPRESSORS = {".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}
 
 #: called with the path of each file before :func:`write_stream` writes it
 noting: ContextVar[Callable[[Path], None] | None] = ContextVar("noting", default=None)
@@ -55,8 +54,8 @@ def name_of(path: Path) -> str:
 class _Checked(io.RawIOBase):
     """A decompressing stream whose errors are all :class:`DamagedFile`, with the file's name."""
 
-    def __init__(self, stream: Any, path: Path, damage: tuple[type[Exception], ...]) -> None:
-        self._stream, self._path, self._damage = stream, path, damage
+    def __init__(self, stream: Any, path: Path) -> None:
+        self._stream, self._path = stream, path
 
     def readable(self) -> bool:
         return True
@@ -64,7 +63,7 @@ class _Checked(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             content = self._stream.read1(len(buffer))  # return the available bytes before raising an error
-        except self._damage as error:
+        except _DAMAGE as error:
             raise DamagedFile(f"{self._path}: {error or type(error).__name__}") from error
         except OSError as error:
             if error.errno is not None:  # an error of the disk, not of the format
@@ -91,25 +90,25 @@ def open_stream(path: Path) -> BinaryIO:
         raise UserError(f"there is no file {path}")
     compression = compression_of(path)
     if compression == ".gz":
-        raw, damage = gzip.GzipFile(path), _DAMAGE
-    elif compression == ".xz":
-        raw, damage = _Streams(open(path, "rb"), lzma.LZMADecompressor), _DAMAGE  # noqa: SIM115
-    elif compression == ".bz2":
-        raw, damage = _Streams(open(path, "rb"), bz2.BZ2Decompressor), _DAMAGE  # noqa: SIM115
+        raw = gzip.GzipFile(path)
     elif compression == ".zst":
-        zstandard = _zstandard(path)
-        raw = _ZstdFrames(open(path, "rb", buffering=READ_BYTES), zstandard)  # noqa: SIM115
-        damage = (*_DAMAGE, zstandard.ZstdError)
+        raw = _ZstdFrames(path)
+    elif compression:
+        raw = _Streams(path, _DECOMPRESSORS[compression])
     else:
-        return io.BufferedReader(NamedFile(path), READ_BYTES)
-    return io.BufferedReader(_Checked(raw, path, damage), READ_BYTES)
+        return _buffered(path)
+    return io.BufferedReader(_Checked(raw, path), READ_BYTES)
+
+
+def _buffered(path: Path) -> io.BufferedReader:
+    return io.BufferedReader(NamedFile(path), READ_BYTES)
 
 
 class _Streams:
     """Read all streams of a .xz or .bz2 file. Python's own readers take what begins no stream for the file's end."""
 
-    def __init__(self, file: BinaryIO, decompressor: Callable[[], Any]) -> None:
-        self._file, self._decompressor, self._stream = file, decompressor, decompressor()
+    def __init__(self, path: Path, decompressor: Callable[[], Any]) -> None:
+        self._file, self._decompressor, self._stream = _buffered(path), decompressor, decompressor()
 
     def read1(self, num_bytes: int) -> bytes:
         content = b""
@@ -135,8 +134,8 @@ class _Streams:
 class _ZstdFrames:
     """Read all frames of a .zst file. Unlike zstandard's own reader, it notices a file that is cut off."""
 
-    def __init__(self, file: BinaryIO, zstandard: Any) -> None:
-        self._file, self._zstandard = file, zstandard
+    def __init__(self, path: Path) -> None:
+        self._zstandard, self._file = _zstandard(path), _buffered(path)
         self._frame, self._ready, self._input = None, memoryview(b""), b""
 
     def read1(self, num_bytes: int) -> bytes | memoryview:
@@ -152,9 +151,9 @@ class _ZstdFrames:
             try:
                 self._ready = memoryview(self._frame.decompress(compressed))
             except self._zstandard.ZstdError as error:
-                if "too much memory" not in str(error):
-                    raise
-                raise EOFError("its window is above 128 MiB: compress it again without zstd's --long") from error
+                is_large = "too much memory" in str(error)
+                problem = "its window is above 128 MiB: compress it again without zstd's --long"
+                raise EOFError(problem if is_large else str(error)) from error
             if self._frame.eof:
                 self._input, self._frame = self._frame.unused_data, None
         content, self._ready = self._ready[:num_bytes], self._ready[num_bytes:]
@@ -233,11 +232,19 @@ def _compressing(path: Path, file: Any) -> IO[bytes]:
     return file
 
 
-def write_bytes(path: Path, content: bytes) -> dict[str, Any]:
-    """Write a small file, whole or not at all; return its name, bytes and SHA-256."""
+def write_bytes(path: Path, content: bytes, out: Path | None = None) -> dict[str, Any]:
+    """Write a small file, whole or not at all; return its name below ``out`` (default: its folder), bytes, SHA-256."""
     with write_stream(path) as (stream, written):
         stream.write(content)
-    return written.row(path.parent)
+    return written.row(path.parent if out is None else out)
+
+
+def as_json(value: Any, **style: Any) -> bytes:
+    """Return UTF-8 or, if a text or a file's name is not valid UTF-8, ASCII with escapes; ``style`` is of ``json``."""
+    try:
+        return json.dumps(value, ensure_ascii=False, **style).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, **style).encode()
 
 
 def json_line(row: Any) -> bytes:
@@ -247,16 +254,10 @@ def json_line(row: Any) -> bytes:
     that Python reads from ``1e999``, become strings.
     """
     try:
-        return _json_line(row)
+        return as_json(row, allow_nan=False) + b"\n"
     except ValueError:
-        return _json_line(json.loads(json.dumps(row), parse_constant=lambda number: str(float(number))))
-
-
-def _json_line(row: Any) -> bytes:
-    try:
-        return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    except UnicodeEncodeError:
-        return (json.dumps(row, allow_nan=False) + "\n").encode()
+        row = json.loads(json.dumps(row), parse_constant=lambda number: str(float(number)))
+        return as_json(row) + b"\n"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -270,7 +271,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def sha256_of(path: Path, start: int = 0, stop: int | None = None) -> str:
     """Return the checksum of a file's bytes on disk, or of those from ``start`` to ``stop``."""
-    with io.BufferedReader(NamedFile(path)) as file:
+    with _buffered(path) as file:
         if not start and stop is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
         digest = hashlib.sha256()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.manifest import MANIFEST, Counts, PartResult, is_whole, read_manifest, write_manifest
+from data_prep.flow.manifest import MANIFEST, Counts, PartResult, counts_of, is_whole, read_manifest, write_manifest
 from data_prep.flow.options import (
     add_input_options,
     add_number,
@@ -88,7 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draw the sample, train, measure, write; return the exit status."""
     _check(args)
-    make = _maker(args)
+    given = given_byte_level(args.encoder_json, args.vocab_bpe) if args.encoder_json else None
     parts, run = parts_of(args), run_of(args)
     settings = _settings(args)
     begin(run, "tokenizer", settings, args.restart)
@@ -103,13 +103,11 @@ def run(args: argparse.Namespace) -> int:
     if not is_whole(run.out, done.inputs, settings):
         with locked(run):
             files = [run.out / output["name"] for result in done.results for output in result.outputs]
-            sample, counts = Sample.of(files, args.sample_bytes), Counts()
-            for result in done.results:
-                counts.add(result.counts)
+            sample, counts = Sample.of(files, args.sample_bytes), counts_of(done.results)
             leave_out(counts, sample.num_drawn - len(sample.numbers))
-            if not run.quiet and not args.encoder_json:
+            if not run.quiet and given is None:
                 print("learning from the sample ...", file=sys.stderr)
-            outputs, facts = _write(run.out, args, make, sample.lines, counts)
+            outputs, facts = _write(run.out, args, given, sample, counts)
             results = [PartResult(outputs, Counts()), *(replace(result, outputs=[]) for result in done.results)]
             write_manifest(run.out, "tokenizer", settings, done.inputs, results, facts, counts)
     manifest = read_manifest(run.out, "tokenizer")
@@ -133,15 +131,12 @@ def _asked_for(args: argparse.Namespace) -> int | None:
     return args.vocab_size or (50257 if args.kind == GPT2 else 32000)
 
 
-def _maker(args: argparse.Namespace) -> Callable[[Iterator[str]], dict[str, bytes]]:
-    """Return a function that makes the tokenizer's files, by name, of the sample's lines; check given files now."""
+def _trained(args: argparse.Namespace, lines: Iterator[str]) -> dict[str, bytes]:
+    """Return the files, by name, of a tokenizer that has learnt from lines."""
     size = _asked_for(args)
-    if args.encoder_json:
-        files = given_byte_level(args.encoder_json, args.vocab_bpe)
-        return lambda lines: files
     if args.kind == GPT2:
-        return partial(train_byte_level, vocab_size=size)
-    return lambda lines: {SENTENCEPIECE_MODEL: train_sentencepiece(lines, size, args.kind, args.byte_fallback)}
+        return train_byte_level(lines, size)
+    return {SENTENCEPIECE_MODEL: train_sentencepiece(lines, size, args.kind, args.byte_fallback)}
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -155,18 +150,14 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write(
-    out: Path,
-    args: argparse.Namespace,
-    make: Callable[[Iterator[str]], dict[str, bytes]],
-    lines: Callable[[], Iterator[str]],
-    counts: Counts,
+    out: Path, args: argparse.Namespace, given: dict[str, bytes] | None, sample: Sample, counts: Counts
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Train, write the files and measure; return what was written, and facts for the manifest."""
+    """Train if no files are given, write the files and measure; return what was written, and facts for the manifest."""
     (out / MANIFEST).unlink(missing_ok=True)
-    if next(lines(), None) is None:
+    if next(sample.lines(), None) is None:
         names = ", ".join(map(str, args.inputs))
         raise UserError(f"{names}: no line of text to build a vocabulary from{counts.reasons()}")
-    files = make(lines())
+    files = given or _trained(args, sample.lines())
     if ENCODER_JSON in files:  # dict.txt has the ids as symbols
         symbols = [str(number) for number in range(len(json.loads(files[ENCODER_JSON])))]
     else:
@@ -179,7 +170,7 @@ def _write(
     tokenizer = Tokenizer(vocabulary, find_tokenizer([out]))
     if args.kind == GPT2:
         check_lossless(tokenizer)
-    frequency_V, measured = count_pieces(lines(), tokenizer)
+    frequency_V, measured = count_pieces(sample.lines(), tokenizer)
     rows = zip([*symbols, *padding], frequency_V[len(SPECIAL_SYMBOLS) :].tolist(), strict=True)
     content = "".join(f"{symbol} {count}\n" for symbol, count in rows)
     outputs.append(write_bytes(out / DICTIONARY, content.encode()))
@@ -193,7 +184,7 @@ def _write(
             "never_seen": int((frequency_V[len(SPECIAL_SYMBOLS) :][: len(symbols)] == 0).sum()),
         },
         "sample": measured,
-        "round_trip": round_trip(lines(), tokenizer),
+        "round_trip": round_trip(sample.lines(), tokenizer),
     }
     return outputs, facts
 

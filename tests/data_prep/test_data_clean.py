@@ -19,7 +19,6 @@ from data_prep.clean.filters import (
     REPEATED_NGRAMS,
     TOP_NGRAMS,
     Measures,
-    Thresholds,
     exceeds_ngram_share,
     excerpt,
     is_in,
@@ -40,7 +39,7 @@ GERMAN = (
     "Der Wärter des Leuchtturms ging jeden Abend am Ufer entlang und erzählte den Kindern, dass die Schiffe im "
     "Frühling zurückkommen würden. Sie glaubten ihm nicht, aber sie hörten ihm gerne zu, wenn er davon sprach."
 )
-ANY = Cleaning(language="any", thresholds=Thresholds(min_words=1, min_word_length=0, max_symbols=1))
+ANY = Cleaning(language="any", min_words=1, min_word_length=0, max_symbols=1)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_repeated_and_short_lines():
 
 
 def with_limits(**limits):
-    return replace(ANY, language="any", thresholds=replace(ANY.thresholds, **limits))
+    return replace(ANY, language="any", **limits)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +322,7 @@ def test_entities_are_unfolded_to_the_last():
 
 def test_cleaning_twice_changes_nothing_more():
     draw = random.Random(11)
-    loose = replace(ANY, thresholds=replace(ANY.thresholds, max_repeated_lines=0.6, max_undecodable=1))
+    loose = replace(ANY, max_repeated_lines=0.6, max_undecodable=1)
     kept = 0
     for _ in range(3000):
         text = random_text(draw)

@@ -117,9 +117,9 @@ def test_bands_that_share_all_their_entries_and_only_those_have_one_key():
 def test_spilled_rows_come_back_by_partition(tmp_path):
     draw = np.random.default_rng(1)
     blocks = [draw.integers(0, 1 << 63, (size, 2)).astype(np.uint64) for size in (5, 0, 300, 1)]
-    with spilling(tmp_path / "a", 2, 7) as spill:
+    with spilling(tmp_path / "a", 7) as add:
         for block in blocks:
-            spill.add(block)
+            add(block)
     rows = np.concatenate(blocks)
     for partition in range(7):
         assert (read_partition(tmp_path / "a", 2, 7, partition) == rows[rows[:, 0] % np.uint64(7) == partition]).all()

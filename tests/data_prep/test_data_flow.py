@@ -204,7 +204,7 @@ def test_a_long_line_is_one_lost_document_and_the_rest_goes_on(tmp_path):
     path.write_bytes(b"one\n\nbefore\n" + b"x" * 5000 + b"\nafter\n\ntwo\n\n" + b"y\n" * 600 + b"\nthree\n")
     pieces = list(documents_in(path, ReadSettings(max_bytes=1000)))
     assert [piece.text for piece in pieces if isinstance(piece, Record)] == ["one", "two", "three"]
-    assert [piece.where.rsplit(":", 1)[1] for piece in pieces if isinstance(piece, Loss)] == ["5", "5025"]
+    assert [type(piece) for piece in pieces] == [Record, Loss, Record, Loss, Record, Defect]
 
 
 def test_empty_files_are_said_to_be_empty(tmp_path):
@@ -289,7 +289,7 @@ def test_a_document_may_be_exactly_as_long_as_the_limit(kind, end, tmp_path):
     settings = ReadSettings(documents_of_text=kind, max_bytes=10)
     assert list(documents_in(path, settings)) == [Record("a" * 10, "a.txt:0", "a")]
     path.write_bytes(b"a" * 11 + end)
-    assert Loss("longer than 10 bytes", f"{path}:0") in list(documents_in(path, settings))
+    assert Loss("longer than 10 bytes") in list(documents_in(path, settings))
     path.write_bytes(b"aaaa" + end + b"bbbbb" + end)
     assert all(isinstance(document, Record) for document in documents_in(path, settings))
 
@@ -308,7 +308,7 @@ def test_parquet(tmp_path):
     assert [piece.reason for piece in pieces[1:3]] == ["no text in field 'text'", "longer than 40 bytes"]
     assert texts(documents_in(path, ReadSettings(text_field="body"))) == [
         Defect("no column 'body': text, title", str(path)),
-        Loss("no text in field 'body'", f"{path}:0", 3),
+        Loss("no text in field 'body'", 3),
         Defect("3 documents no text in field 'body'", str(path)),
     ]
     too_late = pyarrow.array([0, 1 << 60, 0], pyarrow.timestamp("us"))

@@ -15,7 +15,7 @@ from fetch_data import HEAD, PLAIN, WIKITEXT, article, dump, page, write_warc
 from data_prep.fetch import warc, wikipedia
 from data_prep.fetch.listing import named_by_format
 from data_prep.fetch.sequence import part_name
-from data_prep.flow.documents import Defect, Loss, Record
+from data_prep.flow.documents import Defect, Failure, Loss, Record
 from data_prep.flow.limits import CpuLimit
 
 
@@ -84,8 +84,7 @@ def test_pages_that_stall_or_crash_the_parser_are_dropped_and_named(tmp_path):
     pieces = list(wikipedia.articles(path, "wiki", 1 << 20, 0.5))
     assert texts(pieces) == ["A\none", "C\ntwo"]
     assert reasons(pieces) == {"took more than 0.5 s of CPU time": 1}
-    problem = "dropped, took more than 0.5 s of CPU time"
-    assert [piece for piece in pieces if isinstance(piece, Defect)] == [Defect(problem, f"{path}: page 2")]
+    assert [piece.where for piece in pieces if isinstance(piece, Failure)] == [f"{path}: page 2"]
 
 
 def test_an_encoding_that_the_parser_lacks(tmp_path):
