@@ -196,8 +196,7 @@ def _status(args: argparse.Namespace, path: Path, out: Path) -> int:
         print(line.rstrip())
     states = [row["state"] for row in rows]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
-    if args.json:
-        write_json(args.json, rows)
+    write_json(args.json, rows)
     return 0 if set(states) == {DONE} else 1
 
 

@@ -208,8 +208,7 @@ def _report(
     _print(report)
     if args.trace:
         print(f"trace: {_trace_file(args.trace, layout)}" + (" and so on" if layout.world_size > 1 else ""))
-    if args.json:
-        write_json(args.json, report)
+    write_json(args.json, report)
 
 
 def _print(report: dict[str, Any]) -> None:

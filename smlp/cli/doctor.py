@@ -78,8 +78,7 @@ def report(checks: Iterable[Check], json_file: str | None) -> int:
     warnings = sum(check.status == WARNING for check in done)
     counted = {"check": len(done), "warning": warnings, "problem": problems}
     print(", ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in counted.items()), flush=True)
-    if json_file:
-        write_json(json_file, {"ok": problems == 0, "checks": [dataclasses.asdict(check) for check in done]})
+    write_json(json_file, {"ok": problems == 0, "checks": [dataclasses.asdict(check) for check in done]})
     return 1 if problems else 0
 
 

@@ -561,8 +561,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         + f"{report['images_per_second_with_loading']:,.0f} images/s with loading ({report['device']}, "
         f"{report['precision']}, batches of {report['batch_size']})"
     )
-    if args.json:
-        write_json(args.json, report)
+    write_json(args.json, report)
     return 0
 
 
@@ -616,8 +615,7 @@ def _table(args: argparse.Namespace) -> int:
 
     check_outputs(json=args.json)
     print(table_text())
-    if args.json:
-        write_json(args.json, table_rows())
+    write_json(args.json, table_rows())
     return 0
 
 

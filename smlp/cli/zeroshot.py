@@ -177,8 +177,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
         return 0
     if args.output:
         write_json_lines("--output", args.output, rows)
-    if args.json:
-        write_json(args.json, {"settings": settings, "tasks": summaries, "average": average(summaries)})
+    write_json(args.json, {"settings": settings, "tasks": summaries, "average": average(summaries)})
     described = ", ".join(f"{name} {value}" for name, value in settings.items() if name not in _NOT_PRINTED)
     shown = sys.stderr if args.output in STDOUT else sys.stdout
     print(f"{args.path}: {described}\n\n{table(summaries)}\n\n{table_6(summaries, Path(args.path).name)}", file=shown)
