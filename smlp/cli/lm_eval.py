@@ -97,7 +97,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
         write_json_lines("--output", args.output, rows)
     settings = {
         "model": str(args.path),
-        "prefix": model.lm.vocabulary.symbols[model.prefix_token_id],
+        "prefix": model.lm.vocabulary.symbols[model.lm.start_token],
         "newline": args.newline,
         "fill_prefix": args.fill_prefix,
         "max_tokens": model.max_length,
