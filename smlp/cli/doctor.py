@@ -100,7 +100,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_outputs(json=args.json)
     if args.parallel:
-        args.dir = "." if args.dir is None else args.dir
         return check_ranks(args)
     for option, value in (("--nproc", args.nproc), ("--dir", args.dir)):
         if value is not None:
@@ -276,10 +275,7 @@ def _start_ranks(args: argparse.Namespace) -> int:
         raise UserError(f"--nproc {num_ranks}: at least 2 ranks are needed")
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
         raise UserError(f"--nproc {num_ranks} is more than the {torch.cuda.device_count()} GPUs of this machine")
-    command = [*this_program(), "doctor", "--parallel", "--dir", args.dir]
-    if args.json:
-        command += ["--json", args.json]
-    return run_ranks(command, num_ranks)
+    return run_ranks([*this_program(), *args.words], num_ranks)
 
 
 def _check_as_rank(place: Any, args: argparse.Namespace) -> int:
@@ -293,12 +289,11 @@ def _check_as_rank(place: Any, args: argparse.Namespace) -> int:
         device = torch.device("cuda", device_index(place, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     meet(place, "nccl" if device.type == "cuda" else "gloo", TIMEOUT)
-    checks = rank_checks(device, Path(args.dir).resolve())
-    if place.rank > 0:
-        statuses = [check.status for check in checks]  # run all checks: each of them needs all ranks
-        status = 1 if PROBLEM in statuses else 0
-    else:
+    checks = rank_checks(device, Path(args.dir or ".").resolve())
+    if place.rank == 0:
         status = report(checks, args.json)
+    else:
+        status = int(PROBLEM in [check.status for check in checks])  # a list: each check needs all ranks
     leave()
     return status
 
