@@ -349,11 +349,7 @@ def _agreed(name: str, check: Callable[[], str]) -> Check:
 
 
 def _describe_ranks(device: Any) -> str:
-    """Describe the ranks, which must have the same versions.
-
-    Raises:
-        UserError: versions differ.
-    """
+    """Describe the ranks; refuse different versions."""
     import torch
     import torch.distributed as dist
 

@@ -429,11 +429,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _check_backend(backend: str | None) -> None:
-    """Refuse a backend that ``torch.compile`` does not have here.
-
-    Raises:
-        UserError: the message names those that it has.
-    """
+    """Refuse a backend that ``torch.compile`` does not have here."""
     if backend is None:
         return
     from torch.compiler import list_backends
@@ -445,11 +441,7 @@ def _check_backend(backend: str | None) -> None:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse numbers that timm accepts, but then fails with or ignores.
-
-    Raises:
-        UserError: the message names the option and the numbers.
-    """
+    """Refuse numbers that timm accepts, but then fails with or ignores."""
     for option, least, most in (("scale", 0.0, 1.0), ("ratio", 0.0, math.inf), ("cutmix_minmax", 0.0, 1.0)):
         pair = getattr(args, option)
         if pair is not None and not (least < pair[0] <= pair[1] <= most and pair[1] < math.inf):
