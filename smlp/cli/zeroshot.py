@@ -130,7 +130,7 @@ def task_names(text: str) -> list[str]:
 
 
 def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
-    from smlp.evaluation.zeroshot.evaluate import Protocol, answer_task, read_tasks
+    from smlp.evaluation.zeroshot.evaluate import Protocol, answer_task, for_each_task, read_task
     from smlp.evaluation.zeroshot.report import average, json_rows, summarise, table, table_6
     from smlp.inference.scoring.candidates import CandidateScorer, drop_nothing
 
@@ -141,7 +141,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     drop_nothing(model.decoder)
     config = model.decoder.config
     encoding = model.encoding(args.newline, args.fill_prefix)
-    tasks = read_tasks(names, args.data_dir, protocol, encoding)
+    tasks = list(for_each_task(names, lambda name: read_task(name, args.data_dir, protocol, encoding)).values())
     scorer = CandidateScorer(model.decoder)
     prefix = model.vocabulary.symbols[model.start_token]
     settings = {
