@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -93,20 +93,13 @@ def compare(decoder: Decoder, samples: Samples, num_tokens: int, team: Team) -> 
         factors.append(trained)
     else:
         left_out.append("capacity: no token is ever dropped in this model, not in training either")
-    return Parity(tuple(_cells(decoders, factors, samples, num_tokens, team)), tuple(left_out))
-
-
-def _cells(
-    decoders: Sequence[tuple[Decoder, int]], factors: Sequence[float], samples: Samples, num_tokens: int, team: Team
-) -> Iterator[ParityCell]:
-    for factor in factors:
-        for decoder, num_ranks in decoders:
-            limit_capacity(decoder, factor)
-            for batch_size in BATCH_SIZES:
-                batches = samples.batches(batch_size)
-                scores = score_samples(decoder, samples, batches, num_tokens, team, in_step=num_ranks > 1)
-                loss = -float(np.nanmean(scores.log_probs_N, dtype=np.float64))
-                yield ParityCell(factor, num_ranks, batch_size, loss, scores.choices.dropped_share)
+    cells = []
+    for factor, (one, num_ranks), batch_size in itertools.product(factors, decoders, BATCH_SIZES):
+        limit_capacity(one, factor)
+        scores = score_samples(one, samples, samples.batches(batch_size), num_tokens, team, in_step=num_ranks > 1)
+        loss = -float(np.nanmean(scores.log_probs_N, dtype=np.float64))
+        cells.append(ParityCell(factor, num_ranks, batch_size, loss, scores.choices.dropped_share))
+    return Parity(tuple(cells), tuple(left_out))
 
 
 def spread(decoder: Decoder) -> Decoder:
