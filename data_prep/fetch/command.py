@@ -260,8 +260,7 @@ def print_list(sources: Sequence[Source], json_file: str | None) -> int:
             (source.name, source.kind, *sizes, textwrap.shorten(source.licence, 50, placeholder=" ..."), status)
         )
     print(aligned(rows, right=(2, 3)))
-    if json_file:
-        write_json(json_file, [as_json(source) for source in sources])
+    write_json(json_file, [as_json(source) for source in sources])
     return 0
 
 
@@ -283,8 +282,7 @@ def print_one(source: Source, json_file: str | None) -> int:
         *(("note", note) for note in source.notes),
     ]
     print("\n".join(f"  {name:<11}{_shown(value)}" for name, value in lines if value))
-    if json_file:
-        write_json(json_file, as_json(source))
+    write_json(json_file, as_json(source))
     return 0
 
 
@@ -307,8 +305,7 @@ def print_plan(rows: list[dict[str, Any]], free: int, problems: list[str], json_
     print(f"free disk: {size(free)}; '?' is not known beforehand")
     for problem in problems:
         print(f"problem: {_shown(problem)}")
-    if json_file:
-        write_json(json_file, {"sources": rows, "free_bytes": free, "problems": problems})
+    write_json(json_file, {"sources": rows, "free_bytes": free, "problems": problems})
     return 1 if problems else 0
 
 

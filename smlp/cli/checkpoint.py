@@ -137,8 +137,7 @@ def _info(args: argparse.Namespace) -> int:
 
     facts = summary(open_checkpoint(args.path))
     print(as_text(facts))
-    if args.json:
-        write_json(args.json, facts)
+    write_json(args.json, facts)
     return 0
 
 

@@ -95,11 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _file_and_folder(given: Path, out: Path | None, is_quick: bool) -> tuple[Path, Path]:
-    """Return the file of an experiment and the folder of its runs, given either of them.
-
-    Raises:
-        UserError: neither exists.
-    """
+    """Return the file of an experiment and the folder of its runs, given either of them; refuse what is neither."""
     if given.is_dir():
         if not (given / "experiment.yaml").is_file():
             raise UserError(f"{given} is not a folder of smlp compare: it has no experiment.yaml")
@@ -133,11 +129,7 @@ def _run(args: argparse.Namespace, path: Path, out: Path) -> int:
 
 
 def _check_zeroshot(experiment: Experiment) -> None:
-    """Refuse, before anything is trained, tasks, options and files that ``smlp zeroshot`` would refuse afterwards.
-
-    Raises:
-        UserError: the message names the file and the setting.
-    """
+    """Refuse, before anything is trained, tasks, options and files that ``smlp zeroshot`` would refuse afterwards."""
     wanted = experiment.evaluation
     if wanted.zeroshot_data is None:
         return
@@ -196,8 +188,7 @@ def _status(args: argparse.Namespace, path: Path, out: Path) -> int:
         print(line.rstrip())
     states = [row["state"] for row in rows]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
-    if args.json:
-        write_json(args.json, rows)
+    write_json(args.json, rows)
     return 0 if set(states) == {DONE} else 1
 
 

@@ -96,11 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> ModelConfig:
-    """Return the configuration of the model.
-
-    Raises:
-        UserError: it cannot be built, or another option is out of range.
-    """
+    """Return the configuration of the model; refuse options that do not fit it."""
     from smlp.cli.json_file import check_outputs
     from smlp.config.presets import preset
     from smlp.errors import UserError
@@ -124,11 +120,7 @@ def _config(args: argparse.Namespace) -> ModelConfig:
 
 
 def _device(args: argparse.Namespace, place: Place | None) -> torch.device:
-    """Return the device of this rank.
-
-    Raises:
-        UserError: there are GPUs, but not one for each rank.
-    """
+    """Return the device of this rank; refuse GPUs that are fewer than the ranks."""
     import torch
 
     from smlp.errors import UserError
@@ -208,8 +200,7 @@ def _report(
     _print(report)
     if args.trace:
         print(f"trace: {_trace_file(args.trace, layout)}" + (" and so on" if layout.world_size > 1 else ""))
-    if args.json:
-        write_json(args.json, report)
+    write_json(args.json, report)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -78,8 +78,7 @@ def report(checks: Iterable[Check], json_file: str | None) -> int:
     warnings = sum(check.status == WARNING for check in done)
     counted = {"check": len(done), "warning": warnings, "problem": problems}
     print(", ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in counted.items()), flush=True)
-    if json_file:
-        write_json(json_file, {"ok": problems == 0, "checks": [dataclasses.asdict(check) for check in done]})
+    write_json(json_file, {"ok": problems == 0, "checks": [dataclasses.asdict(check) for check in done]})
     return 1 if problems else 0
 
 
@@ -101,7 +100,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_outputs(json=args.json)
     if args.parallel:
-        args.dir = "." if args.dir is None else args.dir
         return check_ranks(args)
     for option, value in (("--nproc", args.nproc), ("--dir", args.dir)):
         if value is not None:
@@ -277,10 +275,7 @@ def _start_ranks(args: argparse.Namespace) -> int:
         raise UserError(f"--nproc {num_ranks}: at least 2 ranks are needed")
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
         raise UserError(f"--nproc {num_ranks} is more than the {torch.cuda.device_count()} GPUs of this machine")
-    command = [*this_program(), "doctor", "--parallel", "--dir", args.dir]
-    if args.json:
-        command += ["--json", args.json]
-    return run_ranks(command, num_ranks)
+    return run_ranks([*this_program(), *args.words], num_ranks)
 
 
 def _check_as_rank(place: Any, args: argparse.Namespace) -> int:
@@ -294,12 +289,11 @@ def _check_as_rank(place: Any, args: argparse.Namespace) -> int:
         device = torch.device("cuda", device_index(place, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     meet(place, "nccl" if device.type == "cuda" else "gloo", TIMEOUT)
-    checks = rank_checks(device, Path(args.dir).resolve())
-    if place.rank > 0:
-        statuses = [check.status for check in checks]  # run all checks: each of them needs all ranks
-        status = 1 if PROBLEM in statuses else 0
-    else:
+    checks = rank_checks(device, Path(args.dir or ".").resolve())
+    if place.rank == 0:
         status = report(checks, args.json)
+    else:
+        status = int(PROBLEM in [check.status for check in checks])  # a list: each check needs all ranks
     leave()
     return status
 
@@ -355,11 +349,7 @@ def _agreed(name: str, check: Callable[[], str]) -> Check:
 
 
 def _describe_ranks(device: Any) -> str:
-    """Describe the ranks, which must have the same versions.
-
-    Raises:
-        UserError: versions differ.
-    """
+    """Describe the ranks; refuse different versions."""
     import torch
     import torch.distributed as dist
 

@@ -223,11 +223,10 @@ def _compare(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
         remove_outputs(args.json)
     parity = compare(model.decoder, samples, len(text.stream.tokens), team)
     if team.is_first:
-        if args.json:
-            write_json(
-                args.json,
-                {"checkpoint": args.path, "text": text.name, "tokens": samples.num_scored, **parity.to_plain()},
-            )
+        write_json(
+            args.json,
+            {"checkpoint": args.path, "text": text.name, "tokens": samples.num_scored, **parity.to_plain()},
+        )
         print_parity(f"{samples.num_scored:,} tokens of {text.name}", parity)
         parity.check()
     return 0
@@ -285,23 +284,23 @@ def _report(
         *text.notes,
         *notes_of(model.decoder.config, evaluation, scores.choices, reasons, text.original is not None),
     ]
-    if args.json:
-        result = {
-            "checkpoint": args.path,
-            "text": text.name,
-            "sample_break_mode": args.sample_break_mode,
-            "tokens_per_sample": args.tokens_per_sample,
-            "context_window": args.context_window,
-            **figures(evaluation.total),
-            "words_and_bytes_of": "original text" if evaluation.sizes.of_original else "decoded tokens",
-            "tokens_not_scored": int((~evaluation.is_scored_N).sum()),
-            "unknown_share": evaluation.unknown_share,
-            "dropped_share": scores.choices.dropped_share,
-            "seconds": seconds,
-            "tokens_per_second": evaluation.total.num_tokens / seconds,
-            "notes": notes,
-        }
-        write_json(args.json, result)
+    total = evaluation.total
+    result = {
+        "checkpoint": args.path,
+        "text": text.name,
+        "sample_break_mode": args.sample_break_mode,
+        "tokens_per_sample": args.tokens_per_sample,
+        "context_window": args.context_window,
+        **figures(total),
+        "words_and_bytes_of": "original text" if evaluation.sizes.of_original else "decoded tokens",
+        "tokens_not_scored": int((~evaluation.is_scored_N).sum()),
+        "unknown_share": evaluation.unknown_share,
+        "dropped_share": scores.choices.dropped_share,
+        "seconds": seconds,
+        "tokens_per_second": total.num_tokens / seconds,
+        "notes": notes,
+    }
+    write_json(args.json, result)
     if args.per_document:
         documents = evaluation.documents(documents_of(evaluation.stream, args.document), model.tokenizer)
         write_json_lines("--per-document", args.per_document, documents)

@@ -72,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
     report = account(config, args.batch, num_tokens, args.world_size)
     report = {"arch": args.path or args.arch, **report}
     _print(report, config)
-    if args.json:
-        write_json(args.json, report)
+    write_json(args.json, report)
     return 0 if report["agrees"] else 1
 
 

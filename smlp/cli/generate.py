@@ -158,11 +158,7 @@ def when_full(args: argparse.Namespace) -> str:
 
 
 def _writer(args: argparse.Namespace) -> TextWriter:
-    """Load the model and return the writer of the texts that the options ask for.
-
-    Raises:
-        UserError: a value is out of range, or options do not go together.
-    """
+    """Load the model and return the writer of the texts that the options ask for."""
     from smlp.inference.scoring.candidates import drop_nothing
 
     model = load_model(args)

@@ -36,12 +36,14 @@ _BEGINNING = re.compile(
 )
 
 
-def write_json(path: str, value: Any) -> None:
-    """Write ``value`` to the file that ``--json`` names.
+def write_json(path: str | None, value: Any) -> None:
+    """Write ``value`` to the file that ``--json`` names; None: the option is not given.
 
     Raises:
         UserError: it cannot be written, or holds something else; the message names the file.
     """
+    if path is None:
+        return
     check_output("--json", path)
     text = json.dumps(value, indent=1, default=_plain) + "\n"
     _check_known(text, _REPORTS)

@@ -91,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
     failed = [report for report in reports if not report.passed]
     what = "a later token changes an earlier" if any(report.position for report in failed) else "another text changes a"
     print(f"LEAK: {what} prediction" if failed else "no unexpected leak")
-    if args.json:
-        rows = [{**asdict(r), "dtype": str(r.dtype), "leaks": r.leaks, "passed": r.passed} for r in reports]
-        write_json(args.json, {"model": args.path or args.arch, "passed": not failed, "results": rows})
+    rows = [{**asdict(r), "dtype": str(r.dtype), "leaks": r.leaks, "passed": r.passed} for r in reports]
+    write_json(args.json, {"model": args.path or args.arch, "passed": not failed, "results": rows})
     return 1 if failed else 0

@@ -95,24 +95,23 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     ]
     if args.output:
         write_json_lines("--output", args.output, rows)
-    if args.json:
-        settings = {
-            "model": str(args.path),
-            "prefix": model.lm.vocabulary.symbols[model.prefix_token_id],
-            "newline": args.newline,
-            "fill_prefix": args.fill_prefix,
-            "max_tokens": model.max_length,
-            "num_fewshot": args.num_fewshot,
-            "limit": args.limit,
-            "skip_too_long": args.skip_too_long,
-            "dtype": args.dtype,
-            "num_skipped": found["num_skipped"],
-            "num_repeated": found["num_repeated"],
-            "num_truncated": found["num_truncated"],
-            "num_partly_scored": found["num_partly_scored"],
-            "num_without_token": found["num_without_token"],
-        }
-        write_json(args.json, {"settings": settings, "results": found["results"], "versions": found["versions"]})
+    settings = {
+        "model": str(args.path),
+        "prefix": model.lm.vocabulary.symbols[model.lm.start_token],
+        "newline": args.newline,
+        "fill_prefix": args.fill_prefix,
+        "max_tokens": model.max_length,
+        "num_fewshot": args.num_fewshot,
+        "limit": args.limit,
+        "skip_too_long": args.skip_too_long,
+        "dtype": args.dtype,
+        "num_skipped": found["num_skipped"],
+        "num_repeated": found["num_repeated"],
+        "num_truncated": found["num_truncated"],
+        "num_partly_scored": found["num_partly_scored"],
+        "num_without_token": found["num_without_token"],
+    }
+    write_json(args.json, {"settings": settings, "results": found["results"], "versions": found["versions"]})
     say = functools.partial(print, file=sys.stderr if args.output in STDOUT else sys.stdout)
     say(make_table(found))
     for count, what in (

@@ -114,11 +114,7 @@ def _open_closed_streams() -> None:
 
 
 def _check_surroundings(words: list[str]) -> None:
-    """Refuse a working folder that is gone, and names that the locale cannot encode: libraries fail on both.
-
-    Raises:
-        UserError: the message names what to set.
-    """
+    """Refuse a working folder that is gone, and names that the locale cannot encode: libraries fail on both."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -157,11 +153,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _refuse_empty(words: list[str]) -> None:
-    """Refuse empty arguments, which a variable that is not set leaves behind; only a prompt may be empty.
-
-    Raises:
-        UserError: the message names the option, or the word before the empty one.
-    """
+    """Refuse empty arguments, which a variable that is not set leaves behind; only a prompt may be empty."""
     for before, word in itertools.pairwise(words):
         option, equals, value = word.partition("=")
         if word == "" and before != "--prompt":

@@ -67,9 +67,8 @@ def run(args: argparse.Namespace) -> int:
     rows = [_match(family, target, args.vary, size, shared) for family in families()]
     failed = [row["family"] for row in rows if not row["matches"]]
     print(f"no match: {', '.join(failed)}" if failed else "all families match")
-    if args.json:
-        result = {"flops_per_token": target, "like": args.like, "vary": args.vary, "families": rows}
-        write_json(args.json, result)
+    result = {"flops_per_token": target, "like": args.like, "vary": args.vary, "families": rows}
+    write_json(args.json, result)
     return 1 if failed else 0
 
 

@@ -142,9 +142,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.sentences and args.data is not None and not model.core.config.num_sparse_layers:
         plots.left_out.append("--data: the model has no experts among which tokens could choose, and --text is drawn")
-    if args.json:
-        about = {"checkpoint": args.path, "arch": arch, "data": args.data, "subset": text_name}
-        write_json(args.json, {**about, **plots.as_json()})
+    about = {"checkpoint": args.path, "arch": arch, "data": args.data, "subset": text_name}
+    write_json(args.json, {**about, **plots.as_json()})
     _print(arch, plots)
     return 0
 

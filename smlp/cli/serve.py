@@ -113,11 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked_key(given: str | None) -> str | None:
-    """Return the API key of the option or the variable; None for no key.
-
-    Raises:
-        UserError: a request cannot hold it.
-    """
+    """Return the API key of the option or the variable, None for no key; refuse one that a request cannot hold."""
     key = given or os.environ.get(_KEY) or None
     if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
         source = "--api-key" if given else _KEY

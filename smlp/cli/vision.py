@@ -100,21 +100,15 @@ _AUGMENTATION = (
     *("train_crop_mode", "scale", "ratio", "hflip", "vflip", "color_jitter", "aa", "train_interpolation", "reprob"),
     *("remode", "recount"),
 )
+_NAME = {"metavar": "NAME"}
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
     rate, positive, share = real(0, 1e6), real(0, 1e6, above=True), real(0, 1)
     group = parser.add_argument_group("data")
     _data_dir(group)
-    group.add_argument(
-        "--train-split", metavar="NAME", default="train", help="folder of the images to train on (default: %(default)s)"
-    )
-    group.add_argument(
-        "--val-split",
-        metavar="NAME",
-        default="validation",
-        help="folder of the images to evaluate on (default: %(default)s)",
-    )
+    _valued(group, "--train-split", _NAME, "train", "folder of the images to train on")
+    _valued(group, "--val-split", _NAME, "validation", "folder of the images to evaluate on")
     _model_options(parser, required=True)
     group = parser.add_argument_group("initial weights")
     group.add_argument("--pretrained", action="store_true", help="timm's weights of the model, if there are any")
@@ -126,39 +120,33 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resume", metavar="PATH", help="continue the training that wrote this checkpoint")
     _resolution(group)
     group = parser.add_argument_group("optimizer and schedule")
-    group.add_argument(
-        "--opt", metavar="NAME", default="adamw", help="timm's name of an optimizer (default: %(default)s)"
-    )
+    _valued(group, "--opt", _NAME, "adamw", "timm's name of an optimizer")
     group.add_argument("--opt-eps", **rate, metavar="X", help="epsilon of the optimizer (default: its own)")
     group.add_argument(
         "--opt-betas", type=float, nargs="+", metavar="X", help="betas of the optimizer (default: its own)"
     )
-    _number(group, "--momentum", share, MOMENTUM, "momentum of SGD and similar optimizers")
-    _number(group, "--weight-decay", rate, 0.05, "weight decay of matrices and convolutions")
+    _valued(group, "--momentum", share, MOMENTUM, "momentum of SGD and similar optimizers")
+    _valued(group, "--weight-decay", rate, 0.05, "weight decay of matrices and convolutions")
     group.add_argument("--clip-grad", **positive, metavar="X", help="clip gradients (default: no clipping)")
-    group.add_argument(
-        "--clip-mode",
-        choices=("norm", "value", "agc"),
-        default="norm",
-        help="clip by the norm, by value, or by agc, adaptively (default: %(default)s)",
-    )
+    modes = {"choices": ("norm", "value", "agc")}
+    _valued(group, "--clip-mode", modes, "norm", "clip by the norm, by value, or by agc, adaptively")
     group.add_argument(
         "--layer-decay", **positive, metavar="X", help="learning rate of a layer relative to the next one's"
     )
-    _number(group, "--lr", rate, 1e-3, "learning rate after the warm-up")
+    _valued(group, "--lr", rate, 1e-3, "learning rate after the warm-up")
     # plateau would need the history of the run to resume
-    schedules = ("cosine", "tanh", "step", "multistep", "poly")
-    group.add_argument("--sched", choices=schedules, default="cosine", help="how the rate falls (default: %(default)s)")
+    schedules = {"choices": ("cosine", "tanh", "step", "multistep", "poly")}
+    _valued(group, "--sched", schedules, "cosine", "how the rate falls")
     group.add_argument(
         "--sched-on-updates", action="store_true", help="change the rate after each update, not each epoch"
     )
-    _number(group, "--epochs", whole(), 300, "epochs of the schedule, with the warm-up")
-    _number(group, "--warmup-epochs", whole(0), 5, "epochs in which the rate rises")
+    _valued(group, "--epochs", whole(), 300, "epochs of the schedule, with the warm-up")
+    _valued(group, "--warmup-epochs", whole(0), 5, "epochs in which the rate rises")
     group.add_argument("--warmup-prefix", action="store_true", help="put the warm-up before the schedule, not into it")
-    _number(group, "--cooldown-epochs", whole(0), 0, "epochs at the lowest rate, after the others")
-    _number(group, "--warmup-lr", rate, 1e-5, "rate at the start of the warm-up")
-    _number(group, "--min-lr", rate, 0.0, "lowest rate")
-    _number(group, "--decay-epochs", positive, 90.0, "step: epochs between two steps")
+    _valued(group, "--cooldown-epochs", whole(0), 0, "epochs at the lowest rate, after the others")
+    _valued(group, "--warmup-lr", rate, 1e-5, "rate at the start of the warm-up")
+    _valued(group, "--min-lr", rate, 0.0, "lowest rate")
+    _valued(group, "--decay-epochs", positive, 90.0, "step: epochs between two steps")
     group.add_argument(
         "--decay-milestones",
         type=int,
@@ -167,7 +155,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         default=[90, 180, 270],
         help="multistep: epochs of the steps (default: 90 180 270)",
     )
-    _number(group, "--decay-rate", rate, 0.1, "step, multistep: factor of a step; poly: the power")
+    _valued(group, "--decay-rate", rate, 0.1, "step, multistep: factor of a step; poly: the power")
     group = parser.add_argument_group("augmentation and regularisation")
     group.add_argument("--no-aug", action="store_true", help="no augmentation of training images")
     crops = ("rrc", "rkrc", "rkrr")
@@ -183,28 +171,18 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         default=[3 / 4, 4 / 3],
         help="aspect of a random crop (default: 0.75 1.33)",
     )
-    _number(group, "--hflip", share, 0.5, "probability of mirroring left and right")
-    _number(group, "--vflip", share, 0.0, "probability of turning upside down")
-    _number(group, "--color-jitter", rate, 0.4, "strength of random brightness, contrast and saturation; not with --aa")
+    _valued(group, "--hflip", share, 0.5, "probability of mirroring left and right")
+    _valued(group, "--vflip", share, 0.0, "probability of turning upside down")
+    _valued(group, "--color-jitter", rate, 0.4, "strength of random brightness, contrast and saturation; not with --aa")
     group.add_argument(
         "--aa", metavar="POLICY", help="AutoAugment or RandAugment, such as original or rand-m9-mstd0.5-inc1"
     )
-    group.add_argument(
-        "--train-interpolation",
-        metavar="NAME",
-        default="random",
-        help="interpolation of training images (default: %(default)s)",
-    )
-    _number(group, "--reprob", share, 0.0, "share of images with a random part erased")
-    group.add_argument(
-        "--remode",
-        choices=("const", "rand", "pixel"),
-        default="pixel",
-        help="what fills an erased part (default: %(default)s)",
-    )
-    _number(group, "--recount", whole(), 1, "erased parts in such an image")
-    _number(group, "--mixup", rate, 0.0, "alpha of mixup; 0 is off")
-    _number(group, "--cutmix", rate, 0.0, "alpha of CutMix; 0 is off")
+    _valued(group, "--train-interpolation", _NAME, "random", "interpolation of training images")
+    _valued(group, "--reprob", share, 0.0, "share of images with a random part erased")
+    _valued(group, "--remode", {"choices": ("const", "rand", "pixel")}, "pixel", "what fills an erased part")
+    _valued(group, "--recount", whole(), 1, "erased parts in such an image")
+    _valued(group, "--mixup", rate, 0.0, "alpha of mixup; 0 is off")
+    _valued(group, "--cutmix", rate, 0.0, "alpha of CutMix; 0 is off")
     group.add_argument(
         "--cutmix-minmax",
         type=float,
@@ -212,53 +190,40 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="instead of --cutmix: smallest and largest side of the box",
     )
-    _number(group, "--mixup-prob", share, 1.0, "probability that a batch is mixed at all")
-    _number(group, "--mixup-switch-prob", share, 0.5, "probability of CutMix where both are on")
-    group.add_argument(
-        "--mixup-mode",
-        choices=("batch", "pair", "elem"),
-        default="batch",
-        help="what is mixed in the same way (default: %(default)s)",
-    )
-    _number(group, "--mixup-off-epoch", whole(0), 0, "epoch from which nothing is mixed; 0: never")
-    _number(group, "--smoothing", real(0, 1, below=True), 0.1, "label smoothing")
+    _valued(group, "--mixup-prob", share, 1.0, "probability that a batch is mixed at all")
+    _valued(group, "--mixup-switch-prob", share, 0.5, "probability of CutMix where both are on")
+    _valued(group, "--mixup-mode", {"choices": ("batch", "pair", "elem")}, "batch", "what is mixed in the same way")
+    _valued(group, "--mixup-off-epoch", whole(0), 0, "epoch from which nothing is mixed; 0: never")
+    _valued(group, "--smoothing", real(0, 1, below=True), 0.1, "label smoothing")
     group.add_argument("--drop", **real(0, 1, below=True), metavar="X", help="dropout (default: the model's)")
     group.add_argument(
         "--drop-path", **real(0, 1, below=True), metavar="X", help="stochastic depth (default: the model's)"
     )
     group.add_argument("--model-ema", action="store_true", help="keep a moving average of the weights, and evaluate it")
-    _number(group, "--model-ema-decay", share, 0.9998, "share of the average that an update keeps")
+    _valued(group, "--model-ema-decay", share, 0.9998, "share of the average that an update keeps")
     group.add_argument(
         "--model-ema-warmup", action="store_true", help="increase the decay gradually in the first updates"
     )
     _running_options(parser)
     group = parser.add_argument_group("running")
-    _number(group, "--grad-accum-steps", whole(), 1, "batches in an update")
+    _valued(group, "--grad-accum-steps", whole(), 1, "batches in an update")
     group.add_argument(
         "--grad-checkpointing", action="store_true", help="compute activations again in the backward pass"
     )
     group.add_argument("--torchcompile", nargs="?", const="inductor", metavar="BACKEND", help="compile the model")
-    group.add_argument(
-        "--nproc",
-        **whole(1, MOST_PROCESSES),
-        default=1,
-        metavar="N",
-        help="ranks on this machine (default: %(default)s)",
-    )
-    _number(group, "--seed", whole(0, MOST), 42, "random seed")
+    _valued(group, "--nproc", whole(1, MOST_PROCESSES), 1, "ranks on this machine")
+    _valued(group, "--seed", whole(0, MOST), 42, "random seed")
     group = parser.add_argument_group("output")
     group.add_argument("--output", metavar="DIR", help="folder of all runs (default: output/train)")
     group.add_argument("--experiment", metavar="NAME", help="folder of this run in it (default: MODEL-SIZE-SEED)")
-    _number(group, "--log-interval", whole(), 50, "batches between two lines")
-    _number(group, "--checkpoint-hist", whole(), 10, "checkpoints to keep")
+    _valued(group, "--log-interval", whole(), 50, "batches between two lines")
+    _valued(group, "--checkpoint-hist", whole(), 10, "checkpoints to keep")
 
 
 def _evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint of smlp vision train or timm")
     _data_dir(parser)
-    parser.add_argument(
-        "--split", metavar="NAME", default="validation", help="folder of the images (default: %(default)s)"
-    )
+    _valued(parser, "--split", _NAME, "validation", "folder of the images")
     _model_options(parser, required=False)
     _resolution(parser)
     parser.add_argument("--no-ema", action="store_true", help="use the weights themselves, not their moving average")
@@ -270,24 +235,15 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of a comparison of image models."""
     parser.add_argument("file", type=Path, metavar="FILE", help="data, options, seeds and models, in YAML")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for runs and results")
-    parser.add_argument(
-        "--jobs", **whole(1, MOST_PROCESSES), default=1, metavar="N", help="runs at a time (default: %(default)s)"
-    )
+    _valued(parser, "--jobs", whole(1, MOST_PROCESSES), 1, "runs at a time")
     parser.add_argument("--dry-run", action="store_true", help="train nothing; print costs and commands")
 
 
 def _plot_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint of smlp vision train or timm")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("plots"),
-        metavar="DIR",
-        help="folder of pictures, which are replaced (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--format", choices=("png", "svg"), default="png", help="file format of the pictures (default: png)"
-    )
+    folder = {"type": Path, "metavar": "DIR"}
+    _valued(parser, "--out", folder, Path("plots"), "folder of pictures, which are replaced")
+    _valued(parser, "--format", {"choices": ("png", "svg")}, "png", "file format of the pictures")
     parser.add_argument("--no-ema", action="store_true", help="use the weights themselves, not their moving average")
 
 
@@ -304,14 +260,12 @@ def _data_dir(group: Any) -> None:
 def _model_options(parser: argparse.ArgumentParser, required: bool) -> None:
     """Declare the options that timm needs to make a model and to prepare its images."""
     group = parser.add_argument_group("model")
-    default = {} if required else {"default": None}
     whose = "the model's" if required else "that of the training"
     group.add_argument(
         "--model",
         required=required,
         metavar="NAME",
         help="timm's name: smlp_mixer_s16, smlp_gmlp_s16, resmlp_12_224, ...",
-        **default,
     )
     group.add_argument(
         "--num-classes",
@@ -393,9 +347,11 @@ def _running_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _number(group: Any, name: str, bounds: dict[str, Any], default: float, about: str) -> None:
-    metavar = "N" if isinstance(default, int) else "X"
-    group.add_argument(name, **bounds, metavar=metavar, default=default, help=f"{about} (default: %(default)s)")
+def _valued(group: Any, name: str, kind: dict[str, Any], default: Any, about: str) -> None:
+    """Declare an option whose help shows its default; ``kind`` is what else ``add_argument`` takes."""
+    if "action" in kind:  # a number with bounds
+        kind = {"metavar": "N" if kind["type"] is int else "X", **kind}
+    group.add_argument(name, **kind, default=default, help=f"{about} (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -473,11 +429,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _check_backend(backend: str | None) -> None:
-    """Refuse a backend that ``torch.compile`` does not have here.
-
-    Raises:
-        UserError: the message names those that it has.
-    """
+    """Refuse a backend that ``torch.compile`` does not have here."""
     if backend is None:
         return
     from torch.compiler import list_backends
@@ -489,11 +441,7 @@ def _check_backend(backend: str | None) -> None:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse numbers that timm accepts, but then fails with or ignores.
-
-    Raises:
-        UserError: the message names the option and the numbers.
-    """
+    """Refuse numbers that timm accepts, but then fails with or ignores."""
     for option, least, most in (("scale", 0.0, 1.0), ("ratio", 0.0, math.inf), ("cutmix_minmax", 0.0, 1.0)):
         pair = getattr(args, option)
         if pair is not None and not (least < pair[0] <= pair[1] <= most and pair[1] < math.inf):
@@ -561,13 +509,11 @@ def _evaluate(args: argparse.Namespace) -> int:
         + f"{report['images_per_second_with_loading']:,.0f} images/s with loading ({report['device']}, "
         f"{report['precision']}, batches of {report['batch_size']})"
     )
-    if args.json:
-        write_json(args.json, report)
+    write_json(args.json, report)
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
-
     import_timm()
     from smlp.vision.compare import compare_at_equal_flops, read_comparison
 
@@ -616,8 +562,7 @@ def _table(args: argparse.Namespace) -> int:
 
     check_outputs(json=args.json)
     print(table_text())
-    if args.json:
-        write_json(args.json, table_rows())
+    write_json(args.json, table_rows())
     return 0
 
 

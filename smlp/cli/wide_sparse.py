@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from smlp.cli.json_file import check_outputs, write_json
 from smlp.cli.numbers import MOST_SEED, whole
 from smlp.cli.options import add_model_files, add_tokenizer_option, load_any_model
 from smlp.cli.vision import add_run_options
@@ -118,8 +119,6 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand."""
     if args.action in ("run", "report"):
         return _run(args) if args.action == "run" else _report(args)
-    from smlp.cli.json_file import check_outputs
-
     check_outputs(json=args.json)
     return {"table": _table, "spectrum": _spectrum, "cka": _cka}[args.action](args)
 
@@ -133,7 +132,7 @@ def _table(args: argparse.Namespace) -> int:
     content: dict[str, Any] = {"presets": as_json(rows)}
     if args.arch is None:
         content["paper"] = [vars(row) for row in paper_rows()]
-    _write(args.json, content)
+    write_json(args.json, content)
     return 0
 
 
@@ -155,7 +154,7 @@ def _spectrum(args: argparse.Namespace) -> int:
         )
     print("largest singular values at 2^19 connections, gamma = 2 (Figure 4, right)\n")
     print(aligned(table, 0))
-    _write(args.json, {"omega": 2**19, "expansion": 2, "trials": args.trials, "seed": args.seed, "rows": rows})
+    write_json(args.json, {"omega": 2**19, "expansion": 2, "trials": args.trials, "seed": args.seed, "rows": rows})
     return 0
 
 
@@ -205,7 +204,7 @@ def _spectrum_of_model(args: argparse.Namespace) -> int:
             f"layer {layer.layer:>3}  {layer.kind:<22} {len(values):>4} {layer.unit}s of {layer.size}: {about}{random}"
         )
         rows.append({"layer": layer.layer, "kind": layer.kind, "size": layer.size, "edge": edge, "largest": values})
-    _write(args.json, {"model": name, "layers": rows})
+    write_json(args.json, {"model": name, "layers": rows})
     return 0
 
 
@@ -225,7 +224,7 @@ def _cka(args: argparse.Namespace) -> int:
     print(f"\nfrom {found[what]:,} {what}, in whole batches of {args.batch_size}")
     if len(first) == len(second):
         print(f"mean of the diagonal: {sum(row[i] for i, row in enumerate(matrix)) / len(first):.4f}")
-    _write(args.json, found)
+    write_json(args.json, found)
     return 0
 
 
@@ -274,10 +273,3 @@ def _report(args: argparse.Namespace) -> int:
 
     write_report(args.out)
     return 0
-
-
-def _write(path: str | None, content: Any) -> None:
-    from smlp.cli.json_file import write_json
-
-    if path:
-        write_json(path, content)

@@ -130,7 +130,7 @@ def task_names(text: str) -> list[str]:
 
 
 def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
-    from smlp.evaluation.zeroshot.evaluate import Protocol, answer_task, read_tasks
+    from smlp.evaluation.zeroshot.evaluate import Protocol, answer_task, for_each_task, read_task
     from smlp.evaluation.zeroshot.report import average, json_rows, summarise, table, table_6
     from smlp.inference.scoring.candidates import CandidateScorer, drop_nothing
 
@@ -141,7 +141,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
     drop_nothing(model.decoder)
     config = model.decoder.config
     encoding = model.encoding(args.newline, args.fill_prefix)
-    tasks = read_tasks(names, args.data_dir, protocol, encoding)
+    tasks = list(for_each_task(names, lambda name: read_task(name, args.data_dir, protocol, encoding)).values())
     scorer = CandidateScorer(model.decoder)
     prefix = model.vocabulary.symbols[model.start_token]
     settings = {
@@ -177,8 +177,7 @@ def _evaluate(args: argparse.Namespace, names: list[str], team: Team) -> int:
         return 0
     if args.output:
         write_json_lines("--output", args.output, rows)
-    if args.json:
-        write_json(args.json, {"settings": settings, "tasks": summaries, "average": average(summaries)})
+    write_json(args.json, {"settings": settings, "tasks": summaries, "average": average(summaries)})
     described = ", ".join(f"{name} {value}" for name, value in settings.items() if name not in _NOT_PRINTED)
     shown = sys.stderr if args.output in STDOUT else sys.stdout
     print(f"{args.path}: {described}\n\n{table(summaries)}\n\n{table_6(summaries, Path(args.path).name)}", file=shown)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -79,40 +79,27 @@ def compare(decoder: Decoder, samples: Samples, num_tokens: int, team: Team) -> 
         team: the ranks to spread experts over.
     """
     decoders, factors, left_out = [(decoder, 1)], [0.0], []
-    if team.size > 1 and team.size == largest_spread(decoder, team.size):
-        decoders.append((spread(decoder), team.size))
+    config = decoder.config
+    if team.size == 1:
+        left_out.append("ranks: there is one")
+    elif not config.num_sparse_layers:
+        left_out.append(f"{team.size} ranks: the model has no experts to spread")
+    elif config.num_experts % team.size:
+        left_out.append(f"{team.size} ranks: {config.num_experts} experts cannot be shared evenly")
     else:
-        left_out.append(f"{team.size} ranks: {_why_not_spread(decoder)}" if team.size > 1 else "ranks: there is one")
-    trained = decoder.config.capacity_factor
+        decoders.append((spread(decoder), team.size))
+    trained = config.capacity_factor
     if capacity_limits(decoder) and trained > 0:
         factors.append(trained)
     else:
         left_out.append("capacity: no token is ever dropped in this model, not in training either")
-    return Parity(tuple(_cells(decoders, factors, samples, num_tokens, team)), tuple(left_out))
-
-
-def _cells(
-    decoders: Sequence[tuple[Decoder, int]], factors: Sequence[float], samples: Samples, num_tokens: int, team: Team
-) -> Iterator[ParityCell]:
-    for factor in factors:
-        for decoder, num_ranks in decoders:
-            limit_capacity(decoder, factor)
-            for batch_size in BATCH_SIZES:
-                batches = samples.batches(batch_size)
-                scores = score_samples(decoder, samples, batches, num_tokens, team, in_step=num_ranks > 1)
-                loss = -float(np.nanmean(scores.log_probs_N, dtype=np.float64))
-                yield ParityCell(factor, num_ranks, batch_size, loss, scores.choices.dropped_share)
-
-
-def largest_spread(decoder: Decoder, num_ranks: int) -> int:
-    """Return the largest number that divides ``num_ranks`` and over which the experts can be spread evenly."""
-    return int(np.gcd(decoder.config.num_experts, num_ranks)) if decoder.config.num_sparse_layers else 1
-
-
-def _why_not_spread(decoder: Decoder) -> str:
-    if not decoder.config.num_sparse_layers:
-        return "the model has no experts to spread"
-    return f"{decoder.config.num_experts} experts cannot be shared evenly"
+    cells = []
+    for factor, (one, num_ranks), batch_size in itertools.product(factors, decoders, BATCH_SIZES):
+        limit_capacity(one, factor)
+        scores = score_samples(one, samples, samples.batches(batch_size), num_tokens, team, in_step=num_ranks > 1)
+        loss = -float(np.nanmean(scores.log_probs_N, dtype=np.float64))
+        cells.append(ParityCell(factor, num_ranks, batch_size, loss, scores.choices.dropped_share))
+    return Parity(tuple(cells), tuple(left_out))
 
 
 def spread(decoder: Decoder) -> Decoder:

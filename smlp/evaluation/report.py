@@ -138,7 +138,7 @@ class Evaluation:
         """
         nothing_N = np.zeros(len(self.log_probs_N), dtype=np.int64)
         (sums,) = self._sums(nothing_N, 1)
-        return _perplexity(*sums)
+        return Perplexity(*sums)
 
     def documents(self, document_N: np.ndarray, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         """Yield a record for each document, in order; their sums are those of the whole text.
@@ -152,10 +152,10 @@ class Evaluation:
             begin = starts_D[index]
             end = starts_D[index + 1] if index + 1 < len(starts_D) else len(document_N)
             record = {"index": index, "begins": first_words(self.stream.tokens[begin:end], tokenizer)}
-            yield record | figures(_perplexity(*sums) if sums[1] else None)
+            yield record | figures(Perplexity(*sums) if sums[1] else None)
 
-    def _sums(self, group_N: np.ndarray, num_groups: int) -> Iterator[tuple[float, int, int, int, int]]:
-        """Return the negative log-likelihood, tokens, words, line ends and bytes of the scored tokens of each group."""
+    def _sums(self, group_N: np.ndarray, num_groups: int) -> Iterator[tuple[float, int, TextSize]]:
+        """Return the negative log-likelihood, number and text of the scored tokens of each group."""
         scored = self.is_scored_N
         group_K = group_N[scored]
         counted = (
@@ -166,11 +166,7 @@ class Evaluation:
             self.sizes.bytes_N,
         )
         nll, *counts = (np.bincount(group_K, values[scored], num_groups) for values in counted)
-        return ((float(n), *map(int, rest)) for n, *rest in zip(nll, *counts, strict=True))
-
-
-def _perplexity(nll: float, num_tokens: int, num_words: int, num_lines: int, num_bytes: int) -> Perplexity:
-    return Perplexity(nll, num_tokens, TextSize(num_words, num_lines, num_bytes))
+        return ((float(n), int(k), TextSize(*map(int, of_text))) for n, k, *of_text in zip(nll, *counts, strict=True))
 
 
 #: JSON names of a perplexity's unit, and of its value

@@ -160,9 +160,10 @@ def check_checkpoint(folder: Path, device: torch.device, timeout: timedelta) -> 
     ranks = connect(2 * dist.get_world_size(), timeout=timeout)
     oracle, model = _models("smlp_tiny", ranks, device)
     names = [name for name, _, _ in expert_parameters(oracle)]
-    layout, token = ranks.layout, _from_first(new_token())
+    layout, part = ranks.layout, None
+    team = Team(layout.rank, layout.world_size)
+    token = team.gather(new_token())[0]
     own = folder / f"smlp-doctor-{token}"
-    team, part = Team(layout.rank, layout.world_size), None
     try:
         state = {"model": model.state_dict()}
         tensors = detach(state, names, {})
@@ -195,12 +196,6 @@ def check_checkpoint(folder: Path, device: torch.device, timeout: timedelta) -> 
         finally:
             shutil.rmtree(own, ignore_errors=True)
     return f"{len(parts)} files in {folder}, read back by every rank, all experts and its own"
-
-
-def _from_first(value: str) -> str:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def _require_equal(got: Tensor, want: Tensor, what: str = "a collective's result") -> None:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from smlp.inference.generation import Request
 from smlp.serving.completion_request import CompletionRequest, RequestedPrompt, RequestError, RequestReader
 from smlp.serving.engine import BusyError, Engine, Event, Failed, NewToken, PromptJob, PromptScores
-from smlp.text.tokenizer import TextDecoder, Tokenizer
+from smlp.text.tokenizer import Tokenizer
 
 MOST_BYTES = 4 << 20  # of a request
 _LOOK = 0.2  # seconds between two looks at whether a client is still there
@@ -55,17 +55,54 @@ def make_app(engine: Engine, reader: RequestReader, api_key: str | None = None) 
     return Starlette(routes=routes, exception_handlers={404: _no_such_page, 405: _no_such_method, 500: _bug})
 
 
+class _LogProbs:
+    """Log-probabilities of tokens that follow one another, as OpenAI writes them.
+
+    Args:
+        tokenizer: of the model.
+        before: the token before the first.
+        offset: characters of the text before the first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: int, offset: int) -> None:
+        self._tokenizer, self._before, self._offset = tokenizer, before, offset
+        self._decoder = tokenizer.decoder(before)
+        self.found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def add(
+        self, token: int, log_prob: float | None, likeliest: list[tuple[int, float]], is_last: bool
+    ) -> dict[str, list[Any]]:
+        """Add a token and the likeliest ones in its place; return its part. None: the model predicts nothing there."""
+        top: dict[str, float | None] = {}
+        for other, its_log_prob in likeliest:
+            top.setdefault(self._text_of(other), its_log_prob)  # of ids with one text, the likeliest
+        if top:  # the token itself is always among them
+            top.setdefault(self._text_of(token), log_prob)
+        text = self._decoder.push(token)
+        if is_last:
+            text += self._decoder.rest()  # ids may end within a character
+        values = (text, log_prob, top or None, self._offset)
+        self._offset, self._before = self._offset + len(text), token
+        part = {name: [value] for name, value in zip(self.found, values, strict=True)}
+        for name, added in part.items():
+            self.found[name] += added
+        return part
+
+    def _text_of(self, token: int) -> str:
+        decoder = self._tokenizer.decoder(self._before)
+        return decoder.push(token) + decoder.rest()
+
+
 @dataclass
 class _Choice:
     """A text as it grows."""
 
-    asked: RequestedPrompt
+    #: the prompt, as the text begins with it; empty where it is not to be repeated
+    echo: str
+    #: None if they are not wanted
+    logprobs: _LogProbs | None
     tokens: list[NewToken] = field(default_factory=list)
-    prompt_scores: PromptScores | None = None
     finish: str | None = None
-    #: text of the tokens for their log-probabilities in a stream, and characters that it has given
-    decoder: TextDecoder | None = None
-    num_given: int = 0
 
 
 class _App:
@@ -158,7 +195,7 @@ class _Answer:
 
             return emit
 
-        self._choices = [_Choice(asked) for asked in wanted.prompts for _ in range(wanted.num_texts)]
+        self._choices = [self._choice(asked) for asked in wanted.prompts for _ in range(wanted.num_texts)]
         wants_scores = wanted.echoes and wanted.num_top is not None
         self._jobs = [
             PromptJob(
@@ -172,6 +209,11 @@ class _Answer:
         ]
         #: number of events to come that end a choice or bring the scores of a prompt
         self._left = sum((job.num_texts if job.request else 0) + (job.prompt_top is not None) for job in self._jobs)
+
+    def _choice(self, asked: RequestedPrompt) -> _Choice:
+        echo = asked.text if self._wanted.echoes else ""
+        wants_logprobs = self._wanted.num_top is not None
+        return _Choice(echo, _LogProbs(self._reader.tokenizer, asked.tokens[-1], len(echo)) if wants_logprobs else None)
 
     def begin(self) -> None:
         """Submit the jobs to the engine.
@@ -231,8 +273,12 @@ class _Answer:
         """Note what has happened to a prompt; return what a stream says of it."""
         first = number * self._wanted.num_texts
         if isinstance(event, PromptScores):
+            prompt = self._wanted.prompts[number].tokens
             for choice in self._choices[first : first + self._wanted.num_texts]:
-                choice.prompt_scores = event
+                choice.logprobs = _LogProbs(self._reader.tokenizer, prompt[0], 0)
+                for place, known in enumerate(zip(prompt[1:], event.log_probs, event.top, strict=True), start=2):
+                    choice.logprobs.add(*known, is_last=place == len(prompt))
+                choice.echo = "".join(choice.logprobs.found["tokens"])  # as the model read it, which the offsets count
             self._left -= 1
             return []
         assert isinstance(event, NewToken)
@@ -241,39 +287,18 @@ class _Answer:
         if event.finish is not None:
             choice.finish = _REASONS[event.finish]
             self._left -= 1
-        if not event.shown and choice.finish is None and self._wanted.num_top is None:
+        if not event.shown and choice.finish is None and choice.logprobs is None:
             return []
         logprobs = None
-        if self._wanted.num_top is not None:
-            tokenizer = self._reader.tokenizer
-            before = choice.tokens[-2].token if len(choice.tokens) > 1 else choice.asked.tokens[-1]
-            choice.decoder = choice.decoder or tokenizer.decoder(before)
-            logprobs = _logprobs(tokenizer, choice.decoder, before, [event], choice.num_given)
-            if event.finish is not None:
-                logprobs["tokens"][-1] += choice.decoder.rest()
-            choice.num_given += sum(map(len, logprobs["tokens"]))
+        if choice.logprobs is not None:
+            logprobs = choice.logprobs.add(event.token, event.log_prob, event.top, is_last=choice.finish is not None)
         index = first + event.draw
         return [{"index": index, "text": event.shown, "logprobs": logprobs, "finish_reason": choice.finish}]
 
     def _finished(self, index: int) -> dict[str, Any]:
-        choice, echoes = self._choices[index], self._wanted.echoes
-        tokenizer, prompt = self._reader.tokenizer, choice.asked.tokens
-        echo, scores = choice.asked.text if echoes else "", choice.prompt_scores
-        logprobs = None
-        if self._wanted.num_top is not None:
-            known: dict[str, list[Any]] = {}
-            if echoes and scores is not None:
-                rows = [_Known(*row) for row in zip(prompt[1:], scores.log_probs, scores.top, strict=True)]
-                decoder = tokenizer.decoder(prompt[0])
-                known = _logprobs(tokenizer, decoder, prompt[0], rows, 0)
-                known["tokens"][-1] += decoder.rest()  # ids may end within a character
-                echo = "".join(known["tokens"])  # as the model read it, which the offsets of its tokens count
-            decoder = tokenizer.decoder(prompt[-1])
-            new = _logprobs(tokenizer, decoder, prompt[-1], choice.tokens, len(echo))
-            if choice.tokens:
-                new["tokens"][-1] += decoder.rest()
-            logprobs = {name: known.get(name, []) + values for name, values in new.items()}
-        text = echo + "".join(token.shown for token in choice.tokens)
+        choice = self._choices[index]
+        text = choice.echo + "".join(token.shown for token in choice.tokens)
+        logprobs = None if choice.logprobs is None else choice.logprobs.found
         # a prompt that was only scored has no end
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish or "length"}
 
@@ -285,46 +310,6 @@ class _Answer:
     def _cancel(self) -> None:
         for job in self._jobs:
             job.is_cancelled = True
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A token with its log-probability; None where the model predicts nothing."""
-
-    token: int
-    log_prob: float | None
-    top: list[tuple[int, float]]
-
-
-def _logprobs(tokenizer: Tokenizer, decoder: TextDecoder, before: int, known: list[Any], offset: int) -> dict[str, Any]:
-    """Return log-probabilities as OpenAI writes them.
-
-    Args:
-        tokenizer: of the model.
-        decoder: of the tokens before the first.
-        before: the token before the first.
-        known: tokens with their log-probabilities and the likeliest in their place.
-        offset: characters of the text before the first.
-    """
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for one in known:
-        top: dict[str, float] = {}
-        for token, log_prob in one.top:
-            top.setdefault(_text_of(tokenizer, before, token), log_prob)  # of ids with one text, the likeliest
-        if top:  # the token itself is always among them
-            top.setdefault(_text_of(tokenizer, before, one.token), one.log_prob)
-        found["top_logprobs"].append(top or None)
-        text = decoder.push(one.token)
-        found["tokens"].append(text)
-        found["token_logprobs"].append(one.log_prob)
-        found["text_offset"].append(offset)
-        offset, before = offset + len(text), one.token
-    return found
-
-
-def _text_of(tokenizer: Tokenizer, before: int, token: int) -> str:
-    decoder = tokenizer.decoder(before)
-    return decoder.push(token) + decoder.rest()
 
 
 async def _json_body(request: HttpRequest) -> Any:

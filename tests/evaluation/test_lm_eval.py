@@ -124,10 +124,11 @@ def test_scores_of_single_requests(harness):
         [forward_sum(decoder, [2, *first], second), forward_sum(decoder, [2], second), 0.0], abs=1e-5
     )
     assert results[2][1] is True
-    by_ids = harness._loglikelihood_tokens([(("", ""), [2, *first], second), (("", ""), first, second)])
-    assert by_ids[0][0] == by_ids[1][0] == pytest.approx(results[0][0], abs=1e-5)
-    likeliest = int(decoder(torch.tensor([[2, *first]])).logits[0, -1].argmax())
-    assert harness._loglikelihood_tokens([(("", ""), first, [likeliest])])[0][1] is True
+    logits = decoder(torch.tensor([[2, *first]])).logits[0, -1]
+    likeliest = max(range(4, 34), key=lambda token: float(logits[token]))
+    word = harness.lm.vocabulary.symbols[likeliest]
+    ((_, is_greedy),) = harness.loglikelihood([request("loglikelihood", "w1 w2", f" {word}")], disable_tqdm=True)
+    assert is_greedy is (likeliest == int(logits.argmax()))
 
 
 def test_a_text_that_is_too_long_loses_what_the_harness_cuts(harness):
@@ -144,9 +145,8 @@ def test_a_text_that_is_too_long_loses_what_the_harness_cuts(harness):
         want = [forward_sum(decoder, [*stream, *own][-61 : -len(own)], own) for own in scored]
         assert found == pytest.approx(want, abs=1e-4)
     assert harness.num_truncated == before + 4
-    assert harness._loglikelihood_tokens([(("", ""), [2, *ids], scored[1])])[0][0] == pytest.approx(want[1], abs=1e-4)
-    with pytest.raises(UserError, match=r"1 of request .*a candidate has 61 tokens, but the model's context holds 60"):
-        harness._loglikelihood_tokens([(("", ""), [2], ids)])
+    with pytest.raises(UserError, match=r"1 of mine .*a candidate has 61 tokens, but the model's context holds 60"):
+        harness.loglikelihood([request("loglikelihood", "", context)])
 
 
 def test_white_space_before_a_continuation_belongs_to_it(harness):
@@ -214,8 +214,8 @@ def test_what_gives_way_is_counted(tmp_path):
     long = " ".join(WORDS * 2)
     model.loglikelihood([request("loglikelihood", long, " w1"), request("loglikelihood", "w1", " w2" * 18, number=1)])
     assert (model.num_truncated, model.num_partly_scored) == (1, 1)
-    with pytest.raises(UserError, match="request 0 ends within the first 16 positions"):
-        model._loglikelihood_tokens([(("", ""), [5], [6])])
+    with pytest.raises(UserError, match="mine, example 0 ends within the first 16 positions"):
+        model.loglikelihood([request("loglikelihood", "w1", " w2")])
 
 
 def after(lm, ids, max_tokens, **settings):

@@ -12,7 +12,6 @@ from smlp.evaluation.zeroshot.rules import (
     ScoredText,
     best_f1,
     choice,
-    common_suffix,
     exact_match,
     headline_rule,
     normalised_answer,
@@ -53,10 +52,6 @@ def test_what_all_share_need_not_be_scored():
     for rule in RULES:
         offset = 3 if rule == "sum" else 0
         assert scores(rule, texts) == pytest.approx([score + offset for score in scores(rule, [FIRST, SECOND])])
-
-
-def test_common_suffix():
-    assert common_suffix([[1, 2, 3], [2, 3], [4, 2, 3]]) == 2 and common_suffix([[1], [2]]) == 0
 
 
 def test_nothing_shared_at_the_end_is_not_the_whole_of_one_text():

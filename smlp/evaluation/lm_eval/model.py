@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
@@ -54,7 +54,7 @@ class TooLongRecords(UserError):
 
 
 @register_model("smlp")
-class HarnessModel(TemplateLM):
+class HarnessModel(LM):
     """Scores and texts of a language model, as the harness asks for them.
 
     Requests of one record are scored together, so that their common beginning is read once. Those that are too long
@@ -137,16 +137,11 @@ class HarnessModel(TemplateLM):
         return self.lm.vocabulary.eos
 
     @property
-    def prefix_token_id(self) -> int:
-        """Id of the symbol before every text; the scorer puts it there once."""
-        return self.lm.start_token
-
-    @property
     def max_length(self) -> int:
         """Positions of the model."""
         return self.lm.decoder.config.max_tokens
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
+    def tok_encode(self, string: str) -> list[int]:
         """Return the ids of a text; no symbol is put before it."""
         return self.lm.tokenizer.encode_lines(string, self.newline)
 
@@ -232,23 +227,6 @@ class HarnessModel(TemplateLM):
         self.num_truncated += any(group.num_cut > 0 for _, group in fitted)
         self.num_partly_scored += any(group.begins_within(prefix_tokens) for _, group in fitted)
         return fitted
-
-    def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
-    ) -> list[Result]:
-        """Score ids as :meth:`loglikelihood` scores texts; a start symbol at the beginning of a context is not
-        doubled."""
-        candidates = []
-        for number, (_, context, continuation) in enumerate(requests):
-            known = context[1:] if context[:1] == [self.lm.start_token] else context
-            text = TokenizedText((*known, *continuation), len(known))
-            self._check_lengths({("request", number): [text]})
-            ((_, group),) = self._fitted([text], f"request {number}")
-            candidates.append(group)
-        results: list[Result] = [(0.0, True)] * len(requests)
-        for place, (scores,) in self._scored(candidates, disable_tqdm):
-            results[place] = _of_continuation(candidates[place].texts[0], scores)
-        return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each whole text, see :func:`rolling_windows`.

@@ -108,15 +108,6 @@ def read_task(name: str, data_dir: str | Path, protocol: Protocol, encoding: Enc
     )
 
 
-def read_tasks(names: Sequence[str], data_dir: str | Path, protocol: Protocol, encoding: Encoding) -> list[Task]:
-    """Read several tasks with :func:`read_task`.
-
-    Raises:
-        UserError: the message says what is wrong with each task, one line each if there are several.
-    """
-    return list(for_each_task(names, lambda name: read_task(name, data_dir, protocol, encoding)).values())
-
-
 def for_each_task(names: Sequence[str], read: Callable[[str], _T]) -> dict[str, _T]:
     """Call ``read`` on each task and return the results by name.
 
@@ -142,9 +133,9 @@ def answer_task(
     task: Task,
     scorer: CandidateScorer,
     batch_tokens: int,
-    team: Team | None = None,
-    scored: Callable[[int], None] | None = None,
-    kept: PartialScores | None = None,
+    team: Team,
+    scored: Callable[[int], None],
+    kept: PartialScores | None,
 ) -> list[Answer]:
     """Return the model's choice for every record, in the order of the file.
 
@@ -154,7 +145,7 @@ def answer_task(
         batch_tokens: positions in a batch.
         team: ranks that share the work; all get the result.
         scored: called with the number of records that have been scored since the last call, by all ranks.
-        kept: the scores of an earlier run that was stopped, to which those of this one are added.
+        kept: the scores of an earlier run that was stopped, to which those of this one are added; None to keep none.
 
     Raises:
         UserError: the model's numbers are NaN or infinite.

@@ -43,11 +43,6 @@ class ScoredText:
         return float(self.since(self.num_context).sum())
 
 
-def common_suffix(sequences: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens at their ends all sequences share."""
-    return common_prefix([sequence[::-1] for sequence in sequences])
-
-
 def _sum(texts: Sequence[ScoredText]) -> list[float]:
     return [float(text.log_probs.sum()) for text in texts]
 
@@ -59,7 +54,7 @@ def _mean(texts: Sequence[ScoredText]) -> list[float]:
 
 
 def _suffix(texts: Sequence[ScoredText]) -> list[float]:
-    shared = common_suffix([text.tokens for text in texts])
+    shared = common_prefix([text.tokens[::-1] for text in texts])
     if shared == 0:  # nothing follows the candidates, so only they themselves can be scored
         return _sum(texts)
     return [float(text.since(len(text.tokens) - shared).sum()) for text in texts]

@@ -169,12 +169,11 @@ def score_prepared(
     scorer: CandidateScorer,
     prepared: Prepared,
     batch_tokens: int,
-    team: Team | None = None,
-    scored: Callable[[int], None] | None = None,
-    kept: tuple[KeptBatches, KeptBatches] | None = None,
+    team: Team,
+    scored: Callable[[int], None],
+    kept: tuple[KeptBatches, ...] | None,
 ) -> list[list[ScoredText]]:
     """Return every candidate of every record as the rules need it; ``kept`` has batches with and without contexts."""
-    team = team or Team()
     in_context, alone = kept or (None, None)
     results = score_groups(scorer, prepared.groups, batch_tokens, team, scored, in_context)
     bare_results = score_groups(scorer, prepared.bare_groups, batch_tokens, team, kept=alone)

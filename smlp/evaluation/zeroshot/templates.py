@@ -72,13 +72,6 @@ def _filled(before: str, candidate: str, bare: str, after: str = "") -> Candidat
     return Candidate(context, before[len(context) :] + candidate + after, bare, after)
 
 
-def _example(item: Item, choices: Iterator[Candidate]) -> Example:
-    choices = tuple(choices)
-    if isinstance(item, RecordItem):
-        return Example(item, choices, tuple(n for n, choice in enumerate(choices) if choice.bare in item.answers))
-    return Example(item, choices, (item.gold,))
-
-
 def _lower_first_word(text: str) -> str:
     first, space, rest = text.partition(" ")
     return (first if first == "I" else first.lower()) + space + rest
@@ -203,7 +196,10 @@ def example(item: Item, templates: str = "fair") -> Example:
         item: a record of any of the six tasks.
         templates: a key of ``TEMPLATES``.
     """
-    return _example(item, TEMPLATES[templates][type(item)](item))
+    choices = tuple(TEMPLATES[templates][type(item)](item))
+    if isinstance(item, RecordItem):
+        return Example(item, choices, tuple(n for n, choice in enumerate(choices) if choice.bare in item.answers))
+    return Example(item, choices, (item.gold,))
 
 
 _JOINT = " "
