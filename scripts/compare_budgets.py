@@ -137,7 +137,7 @@ def write_table(
                 if found is None:
                     cells.append("–")
                     continue
-                parameters = find(experiment, name).parameters["total"]
+                parameters = find(experiment, name).num_parameters
                 values = (len(against.samples), against.value, against.low, against.high) if against else (None,) * 4
                 origin = [rate_of(experiment, name), experiment.folder.name]
                 row = [name, tokens_of(experiment), found.count, found.mean, *values, *origin]
