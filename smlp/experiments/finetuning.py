@@ -25,7 +25,7 @@ from smlp.config.presets import FROM_TASK, preset
 from smlp.errors import UserError
 from smlp.evaluation.curves import log_records
 from smlp.experiments.folder import DONE, Folder, RunFolder, check_made_with
-from smlp.experiments.json_files import Count, Each, Maybe, read_json
+from smlp.experiments.json_files import COUNT, Each, Maybe, read_json
 from smlp.experiments.local import TRAIN, Machine, TrainingChain
 from smlp.experiments.plan import VALID_BATCHES
 from smlp.experiments.processes import run_chains
@@ -49,8 +49,8 @@ _MANIFEST = {
     "classes": Maybe([str]),
 }
 _SPLIT = {
-    "glue": {"rows": Count()},
-    "squad": {"questions": Count(), "unanswerable": int},
+    "glue": {"rows": COUNT},
+    "squad": {"questions": COUNT, "unanswerable": int},
 }
 #: dropout is chosen here, whatever the encoder was trained with
 _NOT_OF_ENCODER = (*FROM_TASK, "dropout", "attention_dropout")
