@@ -111,21 +111,18 @@ def names_of(experiments: Sequence[Results], baseline: str) -> list[str]:
     return [baseline, *(name for name in names if name != baseline)]
 
 
-def measured(experiment: Results, name: str, baseline: str, subset: str | None) -> tuple[Estimate | None, Cell | None]:
-    """Return a model's perplexity per token, and how much higher it is than the baseline's; no subset is the first."""
-    model, other, subset = find(experiment, name), find(experiment, baseline), subset or experiment.subsets[0]
+def measured(experiment: Results, name: str, baseline: str, subset: str) -> tuple[Estimate | None, Cell | None]:
+    """Return a model's perplexity per token, and how much higher it is than the baseline's."""
+    model, other = find(experiment, name), find(experiment, baseline)
     if model is None:
         return None, None
     found = perplexity(experiment, model, subset, AFTER_PREFIX)
     return found, difference(experiment, model, other, subset)[1] if found and model is not other else None
 
 
-def write_table(
-    experiments: Sequence[Results], names: Sequence[str], baseline: str, subset: str | None, out: Path
-) -> str:
+def write_table(experiments: Sequence[Results], names: Sequence[str], baseline: str, subset: str, out: Path) -> str:
     """Write ``budgets.csv``; return it as Markdown, shortened."""
-    budgets = [tokens_of(experiment) for experiment in experiments]
-    heads = [f"{amount_of(tokens)} tokens" for tokens in budgets]
+    heads = [f"{amount_of(tokens_of(experiment))} tokens" for experiment in experiments]
     lines = [f"| model | parameters (M) | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(heads)}"]
     with (out / TABLE).open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
@@ -137,18 +134,17 @@ def write_table(
                 if found is None:
                     cells.append("–")
                     continue
-                parameters = find(experiment, name).parameters["total"]
+                parameters = find(experiment, name).num_parameters
                 values = (len(against.samples), against.value, against.low, against.high) if against else (None,) * 4
                 origin = [rate_of(experiment, name), experiment.folder.name]
-                row = [name, tokens_of(experiment), found.count, found.mean, *values, *origin]
-                table.writerow(["" if value is None else value for value in row])
+                table.writerow([name, tokens_of(experiment), found.count, found.mean, *values, *origin])
                 cells.append(f"{found.mean:.2f}" + (f" ({against.text})" if against else ""))
             lines.append(markdown_line([name, f"{parameters / 1e6:.2f}", *cells]))
     rates = [dict.fromkeys(rate for name in names if (rate := rate_of(experiment, name))) for experiment in experiments]
     return "\n".join([*lines, f"| learning rate | | {' | '.join(', '.join(some) or '–' for some in rates)} |"])
 
 
-def fitted(experiments: Sequence[Results], name: str, baseline: str, subset: str | None, tokens: float) -> str | None:
+def fitted(experiments: Sequence[Results], name: str, baseline: str, subset: str, tokens: float) -> str | None:
     """Fit how much higher a model's perplexity is than the baseline's, as a line over the logarithm of the tokens.
 
     Every seed of every budget is a point, and the line is that of least squares.
@@ -156,7 +152,7 @@ def fitted(experiments: Sequence[Results], name: str, baseline: str, subset: str
     Args:
         experiments: of at least two budgets.
         name, baseline: the models.
-        subset: whose scores; the first of each experiment by default.
+        subset: whose scores.
         tokens: where the line is read.
 
     Returns:
@@ -168,7 +164,7 @@ def fitted(experiments: Sequence[Results], name: str, baseline: str, subset: str
     points = []
     for experiment in experiments:
         model, other = find(experiment, name), find(experiment, baseline)
-        logs = difference(experiment, model, other, subset or experiment.subsets[0])[0] if model else None
+        logs = difference(experiment, model, other, subset)[0] if model else None
         points += [
             (math.log10(tokens_of(experiment) / tokens), value) for value in (logs.samples.values() if logs else ())
         ]
@@ -183,7 +179,7 @@ def fitted(experiments: Sequence[Results], name: str, baseline: str, subset: str
     return markdown_line([name, str(len(points)), *cells])
 
 
-def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, subset: str | None, out: Path) -> None:
+def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, subset: str, out: Path) -> None:
     """Write ``budgets.png`` and ``.svg``."""
     widest = max(experiments, key=lambda experiment: len(experiment.models))
     looks = styles(widest.models, by_family=False)
@@ -217,8 +213,7 @@ def draw(experiments: Sequence[Results], names: Sequence[str], baseline: str, su
     axes.set_xticks(ticks, [amount_of(tokens) for tokens in ticks])
     axes.minorticks_off()
     axes.set_xlabel("tokens of training")
-    scored = subset or experiments[0].subsets[0]
-    axes.set_ylabel(f"perplexity on {scored} above that of {baseline} (%), 95 % intervals", parse_math=False)
+    axes.set_ylabel(f"perplexity on {subset} above that of {baseline} (%), 95 % intervals", parse_math=False)
     axes.grid(alpha=0.3, linewidth=0.6)
     legend(axes, fontsize=8)
     for ending in FORMATS:
@@ -240,9 +235,9 @@ def main() -> None:
     if not (args.to / TABLE).is_file() or not (args.to / TABLE).read_bytes().startswith(",".join(COLUMNS).encode()):
         check_no_other(args.to, (TABLE, *(f"budgets.{ending}" for ending in FORMATS)), "--to")
     experiments = in_order(args.folders, args.subset)
-    names, subset = names_of(experiments, args.baseline), args.subset
+    names, subset = names_of(experiments, args.baseline), args.subset or experiments[0].subsets[0]
     for experiment in experiments:
-        if subset not in (None, *experiment.subsets):
+        if subset not in experiment.subsets:
             raise UserError(
                 f"--subset {subset}: the runs of {experiment.folder} scored {', '.join(experiment.subsets)}"
             )

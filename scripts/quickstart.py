@@ -31,6 +31,7 @@ from smlp.errors import UserError
 from smlp.evaluation.curves import draw_curves, read_training_log
 from smlp.evaluation.perplexity import Perplexity, measure_text
 from smlp.experiments.data import encode_splits
+from smlp.experiments.spec import option_words
 from smlp.experiments.speed import TimedUpdates
 from smlp.files import check_no_other, write_whole
 from smlp.launch.local import run_logged
@@ -94,10 +95,8 @@ def choose_num_updates(options: argparse.Namespace, data: Path, chosen: Path) ->
 
 def train(options: argparse.Namespace, arch: str, data: Path, run: Path, num_updates: int) -> None:
     """Steps 3 and 4: run fairseq-train with a live display; its whole output goes to a log."""
-    more = ["--warmup-updates", str(min(WARMUP_UPDATES, num_updates // 2))]
-    for name, value in LEVERS.items():
-        more += [f"--{name.replace('_', '-')}", value]
-    if not tools.train(arch, arch, data, run, num_updates, VALIDATIONS, options.logs(f"train-{arch}"), more=more):
+    more = ["--warmup-updates", str(min(WARMUP_UPDATES, num_updates // 2)), *option_words(LEVERS)]
+    if not tools.train(arch, data, run, num_updates, VALIDATIONS, options.logs(f"train-{arch}"), more=more):
         print(f"      {run} is trained, skipped")
 
 
@@ -113,8 +112,7 @@ def report(options: argparse.Namespace, text: Path, data: Path, folders: dict[st
         rows[name] = Perplexity.of(log_probs, size)
     baselines = {name: row.per_token for name, row in rows.items() if name in DRAWN}
     for arch, run in folders.items():
-        scored = tools.eval_lm(arch, data, run, options.logs(f"eval-{arch}"))
-        rows[arch] = Perplexity(scored.total_nll, scored.num_tokens, size)
+        rows[arch] = tools.eval_lm(arch, data, run, options.logs(f"eval-{arch}"), size)
     lines = [
         "| model | valid perplexity per token | per word | per word or line end | seen in training |",
         "|---|---:|---:|---:|---|",

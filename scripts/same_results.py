@@ -200,17 +200,11 @@ def _json_lines(path: Path) -> list:
 
 def tensors(run: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of every tensor in the checkpoints of a save-dir, the optimizer's too."""
-
-    def walk(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, dict | list | tuple):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from walk(f"{name}/{key}", item)
-
     for path in sorted(run.rglob("*.pt")):
         file = re.sub(r"_[0-9a-f]{8}/", "/", str(path.relative_to(run)))  # parts are in a folder with a random name
-        yield from walk(file, torch.load(path, map_location="cpu", weights_only=True))
+        for name, value in flat(torch.load(path, map_location="cpu", weights_only=True), file):
+            if isinstance(value, torch.Tensor):
+                yield name, value
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -242,8 +236,8 @@ def _source(value: Any) -> str:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and value of every leaf of nested dictionaries and lists."""
-    if isinstance(value, dict | list) and value:
+    """Yield name and value of every leaf of nested dictionaries, lists and tuples."""
+    if isinstance(value, dict | list | tuple) and value:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from flat(item, f"{name}/{key}" if name else str(key))
     else:

@@ -9,13 +9,13 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from training_display import TrainingDisplay
 
 from smlp.errors import UserError
+from smlp.evaluation.perplexity import Perplexity, TextSize
 from smlp.files import write_whole
 from smlp.launch.local import end_with_parent, failed_step, run_logged
 
@@ -58,16 +58,7 @@ def settle(out: Path, settings: dict, is_fresh: bool) -> None:
         )
 
 
-def train(
-    name: str,
-    arch: str,
-    data: Path,
-    run: Path,
-    num_updates: int,
-    validations: int,
-    log: Path,
-    more: list[str],
-) -> bool:
+def train(arch: str, data: Path, run: Path, num_updates: int, validations: int, log: Path, more: list[str]) -> bool:
     """Run fairseq-train with a live display and its whole output in ``log``; return False if it was done before.
 
     ``more`` are further options. A run that was stopped resumes from its last checkpoint.
@@ -83,9 +74,9 @@ def train(
     run.mkdir(parents=True, exist_ok=True)
     (run / "command.txt").write_text(shlex.join(command) + "\n")
     with log.open("w") as output:
-        status = _watch(command, TrainingDisplay(name, num_updates), output)
+        status = _watch(command, TrainingDisplay(arch, num_updates), output)
     if status != 0:
-        raise failed_step(f"train {name}", status, log)
+        raise failed_step(f"train {arch}", status, log)
     (run / "done").touch()
     return True
 
@@ -107,17 +98,8 @@ def _watch(command: list[str], display: TrainingDisplay, output: TextIO) -> int:
     return process.returncode
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Scores that fairseq-eval-lm reports."""
-
-    #: natural negative log-likelihood, summed
-    total_nll: float
-    num_tokens: int
-
-
-def eval_lm(name: str, data: Path, run: Path, log: Path) -> Evaluation:
-    """Run fairseq-eval-lm on the validation text with the best checkpoint."""
+def eval_lm(name: str, data: Path, run: Path, log: Path, size: TextSize) -> Perplexity:
+    """Run fairseq-eval-lm on the validation text, of this size, with the best checkpoint."""
     command = [executable("fairseq-eval-lm"), str(data), "--user-dir", "smlp", "--gen-subset", "valid"]
     command += ["--path", str(run / "checkpoint_best.pt"), "--batch-size", "32"]
     command += ["--tokens-per-sample", str(TOKENS_PER_SAMPLE)]
@@ -127,4 +109,4 @@ def eval_lm(name: str, data: Path, run: Path, log: Path) -> Evaluation:
     if not bits or not tokens:
         raise UserError(f"step 'eval {name}' printed no result, see {log}")
     num_tokens = int(tokens.group(1).replace(",", ""))
-    return Evaluation(float(bits.group(1)) * math.log(2) * num_tokens, num_tokens)
+    return Perplexity(float(bits.group(1)) * math.log(2) * num_tokens, num_tokens, size)

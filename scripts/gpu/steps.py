@@ -30,7 +30,7 @@ import checks  # noqa: E402
 import torch  # noqa: E402
 
 from smlp.cli.main import guarded  # noqa: E402
-from smlp.errors import last_line  # noqa: E402
+from smlp.errors import UserError, last_line  # noqa: E402
 from smlp.files import write_whole  # noqa: E402
 from smlp.launch.environment import environment  # noqa: E402
 from smlp.launch.local import end_with_parent  # noqa: E402
@@ -83,18 +83,13 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps")
     options = parser.parse_args(words)
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("smlp: error: torch sees no GPU here; --device cpu rehearses what needs none", file=sys.stderr)
-        return 1
+        raise UserError("torch sees no GPU here; --device cpu rehearses what needs none")
     out = (options.out or Path("outputs") / "gpu").absolute()
     out.mkdir(parents=True, exist_ok=True)
     steps = steps_of(options.what, options.device, out)
     unknown = set(options.only or ()) - {step.name for step in steps}
     if unknown:
-        print(
-            f"smlp: error: there is no step {min(unknown)}; there are {', '.join(s.name for s in steps)}",
-            file=sys.stderr,
-        )
-        return 1
+        raise UserError(f"there is no step {min(unknown)}; there are {', '.join(step.name for step in steps)}")
     chosen = [step for step in steps if not options.only or step.name in options.only]
     return run_steps(chosen, out, f"{options.what}-{options.device}", time.monotonic() + 60 * options.minutes)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,17 +105,6 @@ def _percent(first: float, second: float) -> float:
     return 100 * (first / second - 1)
 
 
-def measure(figure: str, results: Results, one: Model, other: Model) -> Measured:
-    """Measure by how much a figure of one model is higher than the other's, by seed or by round.
-
-    Args:
-        figure: one of those above.
-        results: of an experiment.
-        one, other: of its models.
-    """
-    return _MEASURES[figure](results, one, other)
-
-
 def _perplexity(results: Results, one: Model, other: Model) -> Measured:
     return difference(results, one, other, results.subsets[0])
 
@@ -160,6 +149,7 @@ def _perplexity_at(run: RunResult, seconds: float) -> float | None:
     return float(2 ** np.interp(update, updates, [point.bits for point in run.curve.valid]))
 
 
+#: functions that measure by how much a figure of one model is higher than the other's, by seed or by round
 _MEASURES: Mapping[str, Callable[[Results, Model, Model], Measured]] = {
     PERPLEXITY: _perplexity,
     SAME_TIME: _same_time,
@@ -200,24 +190,21 @@ class Claim:
 
 def claims(results: Results) -> list[Claim]:
     """Return the claims whose models are part of this experiment."""
-    said = [(one, *(closest_to_paper(results, name) for name in (one.first, one.second))) for one in _sayings(results)]
+    is_large = any(model.arch.endswith("_large") for model in results.models)
+    said = [
+        (one, closest_to_paper(results, one.first), closest_to_paper(results, one.second))
+        for one in statements("large" if is_large else "small")
+        if one.figure != ACCURACY or task_names(results)
+    ]
     said += _moe_pairs(results)
     return [_claim(results, *one) for one in said if None not in one]
-
-
-def _sayings(results: Results) -> Iterator[Statement]:
-    """Yield the statements about models of this experiment's size; those about tasks only if there are scores."""
-    is_large = any(model.arch.endswith("_large") for model in results.models)
-    for statement in statements("large" if is_large else "small"):
-        if statement.figure != ACCURACY or task_names(results):
-            yield statement
 
 
 def _claim(results: Results, statement: Statement, one: Model, other: Model) -> Claim:
     """Measure a statement, unless a model is not what the paper means by its name."""
     if not (is_of_the_paper(one) and is_of_the_paper(other)):
         return Claim(statement, one, other, None, EMPTY)
-    return Claim(statement, one, other, *measure(statement.figure, results, one, other))
+    return Claim(statement, one, other, *_MEASURES[statement.figure](results, one, other))
 
 
 def _moe_pairs(results: Results) -> list[tuple[Statement, Model, Model]]:

@@ -10,7 +10,7 @@ import hashlib
 import math
 import shlex
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from data_prep.finetuning.glue_tasks import TASKS
+from data_prep.flow.streams import sha256_of
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.config import ModelConfig, differences, flatten
 from smlp.config.presets import FROM_TASK, preset
 from smlp.errors import UserError
 from smlp.evaluation.curves import log_records
 from smlp.experiments.folder import DONE, Folder, RunFolder, check_made_with
-from smlp.experiments.json_files import Count, Each, Maybe, read_json
+from smlp.experiments.json_files import COUNT, Each, Maybe, read_json
 from smlp.experiments.local import TRAIN, Machine, TrainingChain
 from smlp.experiments.plan import VALID_BATCHES
 from smlp.experiments.processes import run_chains
@@ -49,8 +50,8 @@ _MANIFEST = {
     "classes": Maybe([str]),
 }
 _SPLIT = {
-    "glue": {"rows": Count()},
-    "squad": {"questions": Count(), "unanswerable": int},
+    "glue": {"rows": COUNT},
+    "squad": {"questions": COUNT, "unanswerable": int},
 }
 #: dropout is chosen here, whatever the encoder was trained with
 _NOT_OF_ENCODER = (*FROM_TASK, "dropout", "attention_dropout")
@@ -226,7 +227,7 @@ def read_data(path: Path, metric: str | None = None) -> TaskData:
     if "train" not in splits or not subsets:
         raise UserError(f"{path} has no {'train' if 'train' not in splits else 'valid'} split")
     rows = {name: facts["questions" if is_squad else "rows"] for name, facts in splits.items()}
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    digest = sha256_of(file)
     if is_squad:
         if metric is not None:
             raise UserError(f"--metric {metric}: SQuAD has exact match and F1")
@@ -269,20 +270,13 @@ def read_encoder(path: Path, data: TaskData, allows_other_dictionary: bool = Fal
     made_with = read_json(data.path / "manifest.json", _MANIFEST)["settings"]["tokenizer"]["sha256"]
     for name, digest in made_with.items():
         beside = path.parent / Path(name).name
-        if name != DICTIONARY and beside.is_file() and hashlib.sha256(beside.read_bytes()).hexdigest() != digest:
+        if name != DICTIONARY and beside.is_file() and sha256_of(beside) != digest:
             raise UserError(f"{data.path} was made with another {name} than the checkpoint's {beside}")
     changed = differences(config, preset(arch))
     overrides = {name: value for name, value in changed.items() if name not in _NOT_OF_ENCODER}
-    return PretrainedEncoder(path, arch, overrides, config, checkpoint.num_updates, _sha256(checkpoint.paths))
-
-
-def _sha256(paths: Sequence[Path]) -> str:
-    """Return a digest of the digests of files."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    digests = b"".join(bytes.fromhex(sha256_of(file)) for file in checkpoint.paths)
+    sha256 = hashlib.sha256(digests).hexdigest()
+    return PretrainedEncoder(path, arch, overrides, config, checkpoint.num_updates, sha256)
 
 
 def scores_of(run: RunFolder, data: TaskData, updates: int) -> dict[str, dict[str, float]] | None:

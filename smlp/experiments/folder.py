@@ -14,6 +14,7 @@ from smlp.checkpoint.index import remove_unused_parts
 from smlp.config import plugins
 from smlp.errors import UserError
 from smlp.experiments.json_files import DATA, EXPERIMENT, RUN, read_json, write_json
+from smlp.experiments.yaml_file import number_in
 from smlp.files import is_locked, locked
 
 #: states of a run
@@ -182,7 +183,7 @@ def check_made_with(folder: Path, before: dict[str, Any], made_with: dict[str, A
         UserError: the message names the first setting that differs.
     """
     for key in {**before, **made_with}:
-        _check_same(folder, key, _number(before.get(key)), _number(made_with.get(key)))
+        _check_same(folder, key, number_in(before.get(key)), number_in(made_with.get(key)))
 
 
 def _check_same(folder: Path, name: str, before: Any, after: Any) -> None:
@@ -190,14 +191,6 @@ def _check_same(folder: Path, name: str, before: Any, after: Any) -> None:
         raise UserError(
             f"{folder} was made with {name} = {before}, and the experiment now says {after}: give another --out"
         )
-
-
-def _number(value: Any) -> Any:
-    """Return the number that a text says, such as YAML's ``1e-3``, which is none without a point; else the value."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _plain(value: Any) -> Any:

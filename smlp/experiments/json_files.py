@@ -44,15 +44,11 @@ class Exact:
 
 @dataclass(frozen=True)
 class Finite:
-    """A number within bounds, neither infinite nor not-a-number."""
+    """A number within bounds, neither infinite nor not-a-number; ``kind`` is ``int`` for a whole one."""
 
     above: float = -math.inf
     least: float = -math.inf
-
-
-@dataclass(frozen=True)
-class Count:
-    """A whole number of at least 1."""
+    kind: Any = (int, float)
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,7 @@ class FolderName:
 
 #: any number; the loss of a diverged run may be infinite or not-a-number
 _NUMBER = (int, float)
+COUNT = Finite(least=1, kind=int)
 _MODEL = {
     **{"name": str, "folder": FolderName(), "arch": str, "config": dict, "flops_per_token": Finite(above=0)},
     **{
@@ -73,7 +70,7 @@ _MODEL = {
 }
 _COUNTS = ("updates", "tokens_per_update", "tokens_per_sample")
 EXPERIMENT = {
-    **{"models": [_MODEL, 1], "seeds": [int, 1], **dict.fromkeys(_COUNTS, Count())},
+    **{"models": [_MODEL, 1], "seeds": [int, 1], **dict.fromkeys(_COUNTS, COUNT)},
     **{"name": Maybe(str), "title": Maybe(str), "max_spread": Maybe(Finite()), "log_interval": Maybe(int)},
     **{"evaluation_subsets": Maybe([FolderName(), 1]), "targets": Maybe([Finite(above=0)])},
 }
@@ -121,12 +118,10 @@ def wrong(value: Any, shape: Any, name: str = "") -> str:
             return f"{name or 'it'} has a number that is infinite or not-a-number"
         return wrong(value, shape.shape, name)
     if isinstance(shape, Finite):
-        problem = wrong(value, _NUMBER, name) or ("" if abs(value) < _MOST else f"{name} is out of range")
+        problem = wrong(value, shape.kind, name) or ("" if abs(value) < _MOST else f"{name} is out of range")
         if problem or value <= shape.above:
             return problem or f"{name} must be above {shape.above:g}, got {value}"
         return "" if value >= shape.least else f"{name} must be at least {shape.least:g}, got {value}"
-    if isinstance(shape, Count):
-        return wrong(value, int, name) or ("" if value >= 1 else f"{name} must be at least 1, got {value}")
     if isinstance(shape, FolderName):
         try:
             plain_name(value, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import signal
 import subprocess
@@ -97,7 +98,9 @@ def run_chains(chains: Iterable[Chain], jobs: int, watch: Callable[[], None]) ->
         try:
             while waiting or running:
                 while waiting and free and not noted:
-                    running += _started(waiting.pop(0), free)
+                    chain = waiting.pop(0)
+                    if step := chain.next_step(free[0]):
+                        running.append(_start(chain, step, free.pop(0)))
                 if noted and not running:
                     break
                 if noted and stop_by is None:
@@ -132,15 +135,6 @@ def stopped_by(number: signal.Signals) -> int:
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
 
 
-def _started(chain: Chain, free: list[int]) -> list[_Running]:
-    slot = free.pop(0)
-    step = chain.next_step(slot)
-    if step is None:
-        free.insert(0, slot)
-        return []
-    return [_start(chain, step, slot)]
-
-
 def _start(chain: Chain, step: Step, slot: int) -> _Running:
     step.output.parent.mkdir(parents=True, exist_ok=True)
     with step.output.open("ab") as output:
@@ -171,8 +165,7 @@ def _take_ended(running: list[_Running], free: list[int], stopping: bool) -> Non
         one.chain.ended(Ended(one.step, code, seconds, usage.ru_maxrss / 1024, one.start, stopping))
         step = None if stopping or code == EXIT_STOPPED else one.chain.next_step(one.slot)
         if step is None:
-            free.append(one.slot)
-            free.sort()
+            bisect.insort(free, one.slot)
         else:
             running.append(_start(one.chain, step, one.slot))
 

@@ -25,7 +25,7 @@ from smlp.experiments.spec import (
     grid_folder,
     name_of,
 )
-from smlp.experiments.yaml_file import Section, read_yaml, shown
+from smlp.experiments.yaml_file import Section, number_in, read_yaml, shown
 from smlp.fairseq_compat.limits import MOST_SEED
 from smlp.files import plain_name
 
@@ -366,7 +366,7 @@ def _tuning(section: Section, tokens_per_update: int) -> Tuning:
     if option in RESERVED:
         raise section.error(option, "is set by smlp compare and cannot be tuned")
     if isinstance(values, list):
-        values = [_as_number(value) for value in values]
+        values = [number_in(value) for value in values]
         if None in values:
             raise section.error(option, f"has an empty value, got {shown(values)}")
     if (
@@ -377,14 +377,6 @@ def _tuning(section: Section, tokens_per_update: int) -> Tuning:
     ):
         raise section.error(option, f"needs at least two different values in a list, got {shown(values)}")
     return Tuning(option, tuple(values), updates, seed)
-
-
-def _as_number(value: Any) -> Any:
-    """Read a value as a number if it is one: YAML takes 1e-3 for text."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _resources(section: Section) -> Resources:

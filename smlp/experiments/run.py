@@ -145,9 +145,8 @@ def _note_environment(
     if not not_done(folder, runs):
         return
     resources = experiment.resources
-    gpus = (
-        [] if resources.device == "cpu" else [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    )
+    num_gpus = 0 if resources.device == "cpu" else torch.cuda.device_count()
+    gpus = [torch.cuda.get_device_name(number) for number in range(num_gpus)]
     threads = machine.threads if machine else resources.threads
     record = {**environment(), "gpus": gpus, "world_size": resources.ranks, **asdict(resources), "threads": threads}
     write_json(folder.environment, record)
@@ -222,15 +221,13 @@ def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedMod
     runs = main_runs(experiment, models, chosen)
     states = {run.name: folder.run(run.folder).state() for run in runs}
     grid = {run.folder: folder.run(run.folder).state()["message"] for run in tuning_runs(experiment, models)}
-    for name, message in grid.items():
-        if message:
-            print(f"failed: {name}: {message}", flush=True)
     # including runs that only lack zero-shot results
     failed = {name: state["message"] for name, state in states.items() if state["message"]}
     missing = [name for name, state in states.items() if state["state"] not in (DONE, FAILED)]
     left_out = [model.name for model in models if experiment.tuning is not None and model.name not in chosen]
-    for name, message in failed.items():
-        print(f"failed: {name}: {message}", flush=True)
+    for name, message in (*grid.items(), *failed.items()):
+        if message:
+            print(f"failed: {name}: {message}", flush=True)
     if missing:
         print(f"not trained yet: {', '.join(missing)}", flush=True)
     for name in left_out:

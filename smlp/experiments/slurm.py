@@ -17,7 +17,7 @@ from smlp.errors import UserError, last_line
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.plan import PlannedRun, training_words
-from smlp.experiments.spec import Experiment, Resources
+from smlp.experiments.spec import Experiment, Resources, option_words
 from smlp.files import project_folder
 from smlp.launch.local import this_program
 
@@ -44,16 +44,12 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Pla
         write_command(experiment, run, data, folder)
     parent = folder.run(runs[0].folder).path.parent
     resources = experiment.resources
-    size = ["--nodes", str(resources.nodes)]
-    size += ["--gpus-per-node", str(resources.gpus_per_node)] if resources.gpus_per_node else []
-    size += ["--tasks-per-node", str(resources.tasks_per_node)] if resources.tasks_per_node else []
-    logs = ["--logs", str(folder.path / "slurm" / "logs")]
-    array = [f"--array=1-{len(runs)}%{resources.jobs}"] if resources.jobs is not None else []
-    submit_script = ["bash", str(scripts_folder() / "submit.sh")]
+    options = {name: getattr(resources, name) for name in ("nodes", "gpus_per_node", "tasks_per_node")}
     # every model's options have been read already
-    options = [*logs, *array, *_threads(resources), *resources.sbatch]
-    command = [*submit_script, *size, "--sweep", str(names), "--unchecked", *options]
-    output = _run([*command, "--", data, str(parent)])
+    options |= {"sweep": names, "unchecked": True, "logs": folder.path / "slurm" / "logs"}
+    array = [f"--array=1-{len(runs)}%{resources.jobs}"] if resources.jobs is not None else []
+    command = ["bash", str(scripts_folder() / "submit.sh"), *option_words(options), *array, *_threads(resources)]
+    output = _run([*command, *resources.sbatch, "--", data, str(parent)])
     training = _job_of(output, r"^job (\d+)")
     _note_job(folder, training)
     text = f"job {training}: {len(runs)} runs, {resources.ranks} ranks each"

@@ -152,11 +152,8 @@ def _of_turns(seconds: Sequence[float]) -> list[float]:
 
 def _trained(folder: Folder, model: dict[str, Any], experiment: dict[str, Any]) -> RunFolder | None:
     """Return the run of the first seed that is done; None for a model without one."""
-    for seed in experiment["seeds"]:
-        run = folder.run(f"runs/{model['folder']}-s{seed}")
-        if run.state()["state"] == DONE:
-            return run
-    return None
+    runs = (folder.run(f"runs/{model['folder']}-s{seed}") for seed in experiment["seeds"])
+    return next((run for run in runs if run.state()["state"] == DONE), None)
 
 
 def main(words: list[str]) -> None:

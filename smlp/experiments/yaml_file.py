@@ -112,6 +112,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
+def number_in(value: Any) -> Any:
+    """Return the number that a text says, such as ``1e-3``, which is text in YAML; else the value."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 class Section:
     """A part of the file: names with values, each of which is taken once; leftovers are an error.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from smlp.experiments.report import paper
 from smlp.experiments.report.draw_curves import Style
@@ -44,11 +44,10 @@ def draw_final(results: Results, models: Sequence[Model], styles: dict[str, Styl
         style = styles[model.name]
         seeds = list(one.samples.values())
         axes.plot(seeds, [row + 0.22] * len(seeds), "|", color=style.colour, markersize=7, markeredgewidth=1.2)
-        _point(axes, one.mean, row, style, x_error=one.half)
+        _point(axes, one.mean, row, style, xerr=one.half)
     axes.set_yticks(range(len(found)), [model.name for model, _ in found], parse_math=False)
     axes.set_ylim(len(found) - 0.5, -0.6)
-    _finish(axes, f"{results.split} {_positions(results)}: mean, 95 % interval; strokes: the seeds", "")
-    axes.grid(axis="x", alpha=0.3, linewidth=0.6)
+    _finish(axes, f"{results.split} {_positions(results)}: mean, 95 % interval; strokes: the seeds", "", grid="x")
     return figure
 
 
@@ -66,10 +65,9 @@ def draw_quality_and_speed(results: Results, styles: dict[str, Style]) -> Figure
     figure = new_figure(7.5, 4.4, "Quality and speed of training: best at the lower right")
     axes = figure.subplots()
     for model, one, speed in points:
-        _point(axes, speed, one.mean, styles[model.name], y_error=one.half, label=model.name)
+        _point(axes, speed, one.mean, styles[model.name], yerr=one.half, label=model.name)
     where = "alone on the machine (speed.json)" if timed else "in the training log, without evaluation"
     _finish(axes, f"tokens per second, {where}", f"{results.split} {_positions(results)}")
-    axes.grid(alpha=0.3, linewidth=0.6)
     axes.margins(0.08)
     legend(figure, loc="outside right upper", frameon=False, fontsize=9)
     return figure
@@ -108,7 +106,6 @@ def draw_heads(results: Results, styles: dict[str, Style]) -> Figure | None:
     axes.set_xticks(heads, [str(count) for count in heads])
     axes.minorticks_off()
     _finish(axes, "heads", f"{results.split} {_positions(results)}")
-    axes.grid(alpha=0.3, linewidth=0.6)
     legend(figure, loc="outside right upper", frameon=False, fontsize=9)
     return figure
 
@@ -121,16 +118,15 @@ def draw_moe(results: Results, styles: dict[str, Style]) -> Figure | None:
     figure = new_figure(8.0, 3.8, "Token-routed gMLP (the paper's Table 7)")
     here, printed = figure.subplots(1, 2, width_ratios=(max(len(found), 3), 3))
     for place, (model, one) in enumerate(found):
-        _point(here, place, one.mean, styles[model.name], y_error=one.half)
+        _point(here, place, one.mean, styles[model.name], yerr=one.half)
     labels = [f"{model.name}\n{_experts(model.num_experts)}" for model, _ in found]
     here.set_xticks(range(len(found)), labels, fontsize=8, parse_math=False)
-    _finish(here, "here", f"{results.split} {_positions(results)}".replace(" after", "\nafter"))
+    _finish(here, "here", f"{results.split} {_positions(results)}".replace(" after", "\nafter"), "y")
     printed.plot(range(len(paper.TABLE_7)), list(paper.TABLE_7.values()), "o", color="0.3")
     names = [f"{'gMLP-MoE' if count else 'gMLP'}\n{_experts(count)}" for count in paper.TABLE_7]
     printed.set_xticks(range(len(names)), names, fontsize=8)
-    _finish(printed, "the paper", "validation perplexity")
+    _finish(printed, "the paper", "validation perplexity", "y")
     for axes in (here, printed):
-        axes.grid(axis="y", alpha=0.3, linewidth=0.6)
         axes.margins(x=0.2, y=0.15)
     return figure
 
@@ -139,26 +135,18 @@ def _experts(count: int) -> str:
     return f"{count} experts" if count else "dense"
 
 
-def _point(
-    axes: Axes,
-    x: float,
-    y: float,
-    style: Style,
-    x_error: float | None = None,
-    y_error: float | None = None,
-    label: str | None = None,
-) -> None:
+def _point(axes: Axes, x: float, y: float, style: Style, **more: Any) -> None:
+    """Draw a point; ``xerr``, ``yerr`` and ``label`` are matplotlib's."""
     axes.errorbar(
         x,
         y,
-        xerr=x_error,
-        yerr=y_error,
         **{"color": style.colour, "marker": style.marker, "markersize": 7, "linestyle": "none"},
-        **{"markeredgecolor": "white", "markeredgewidth": 0.5, "capsize": 3, "elinewidth": 1.2, "label": label},
+        **{"markeredgecolor": "white", "markeredgewidth": 0.5, "capsize": 3, "elinewidth": 1.2, **more},
     )
 
 
-def _finish(axes: Axes, x_label: str, y_label: str) -> None:
+def _finish(axes: Axes, x_label: str, y_label: str, grid: Literal["both", "x", "y"] = "both") -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
+    axes.grid(axis=grid, alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -120,9 +120,7 @@ def _all(results: Results) -> Iterator[tuple[Picture, Figure | None]]:
             "All models are measured on the same positions.",
             scores,
         ),
-        draw_final(results, variants, own_looks, "Kinds of feature routing at the end, after the prefix")
-        if variants
-        else None,
+        draw_final(results, variants, own_looks, "Kinds of feature routing at the end, after the prefix"),
     )
     yield (
         Picture("gmlp-moe", "Token-routed gMLP", "Left: here; right: the paper's Table 7.", scores),

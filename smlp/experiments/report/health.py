@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from smlp.experiments.report.results import Model, Results, RunResult
-from smlp.experiments.report.speed import over_runs
+from smlp.experiments.report.speed import mean_over
 from smlp.experiments.report.table import MODEL_COLUMN, Cell, Column, Table, amount, estimate, label, mean_cell, origin
 
 _FILE = "router_health.jsonl"
@@ -39,8 +39,7 @@ def work_table(results: Results) -> Table:
         lost += [run.name for run in results.done(model) if not run.health]
 
         def mean(pattern: str, what: str, read: Callable, scale: float = 1.0, runs: list[RunResult] = runs) -> Cell:
-            found = estimate({run.seed: _mean(read, run.health, scale) for run in runs})
-            return mean_cell(found, pattern, origin(runs, _FILE, what))
+            return mean_over(runs, pattern, _FILE, what, lambda one: _mean(read, one.health, scale))
 
         rows.append(
             {
@@ -50,11 +49,7 @@ def work_table(results: Results) -> Table:
                 "ratio": mean(".3f", "work.ratio", lambda line: (line.get("work") or {}).get("ratio")),
                 "drop_percent": mean(".1f", "pooled.drop_share", _pooled("drop_share"), 100),
                 "drop_percent_capacity": mean(".1f", "pooled.drop_share_capacity", _pooled("drop_share_capacity"), 100),
-                "drop_percent_last": mean_cell(
-                    over_runs(results, model, lambda run: _mean(_pooled("drop_share"), run.health[-1:], 100)),
-                    ".1f",
-                    origin(runs, _FILE, "last line, pooled.drop_share"),
-                ),
+                "drop_percent_last": mean_over(runs, ".1f", _FILE, "last line, pooled.drop_share", _last_drop),
             }
         )
     notes = [
@@ -153,6 +148,10 @@ def _per_token(key: str) -> Callable[[Mapping[str, Any]], float | None]:
         return work[key] / tokens / 1e6 if tokens and work.get(key) is not None else None
 
     return read
+
+
+def _last_drop(run: RunResult) -> float | None:
+    return _mean(_pooled("drop_share"), run.health[-1:], 100)
 
 
 def _pooled(key: str) -> Callable[[Mapping[str, Any]], float | None]:

@@ -8,25 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from smlp.experiments.report.results import Model, Results, RunResult
-from smlp.experiments.report.speed import TIMES, TIMES_FIELD, TIMES_FILE, over_runs, training_seconds
-from smlp.experiments.report.table import (
-    MODEL_COLUMN,
-    Cell,
-    Column,
-    Estimate,
-    Table,
-    estimate,
-    label,
-    mean_cell,
-    origin,
-)
+from smlp.experiments.report.results import Results, RunResult
+from smlp.experiments.report.speed import TIMES, TIMES_FIELD, TIMES_FILE, mean_over, training_seconds
+from smlp.experiments.report.table import MODEL_COLUMN, Cell, Column, Table, estimate, label, mean_cell, origin
 
 #: facts that may affect a run's results or speed
 _NAMES = ("smlp", "torch", "fairseq", "numpy", "python", "processor", "gpu", "threads", "world_size", "git", "plugins")
 #: name of training attempts in run.json; other attempts score
 _TRAIN = "train"
 _ATTEMPTS = ("run.json", "attempts.seconds")
+_PEAK = "peak_memory_mib"
 _WALL = ("train.log", "wall, the last")
 _LOST = "an attempt is missing from run.json, perhaps because smlp compare run was killed with it"
 _NO_WALL = "run.json has no attempts, as on Slurm, and wall in train.log is missing or starts again"
@@ -142,35 +133,27 @@ def split_table(results: Results) -> Table:
         runs = results.done(model)
         if not runs:
             continue
-        log = origin(runs, "train.log", "")
-
-        def logged(name: str, combine: Callable, model: Model = model) -> Estimate | None:
-            return over_runs(results, model, lambda run: _combined(run, name, combine))
-
         rows.append(
             {
                 "model": label(model.name),
-                "training_s": mean_cell(
-                    over_runs(results, model, training_seconds), ",.1f", origin(runs, TIMES_FILE, TIMES_FIELD)
-                ),
+                "training_s": mean_over(runs, ",.1f", TIMES_FILE, TIMES_FIELD, training_seconds),
                 "other_s": _other_cell(runs),
-                "memory_mib": mean_cell(
-                    over_runs(results, model, lambda run: run.record.get("peak_memory_mib")),
-                    ",.0f",
-                    origin(runs, "run.json", "peak_memory_mib"),
-                ),
-                "device_memory_gib": mean_cell(logged("mem_gb", max), ",.2f", log + "mem_gb"),
-                "mfu_percent": mean_cell(logged("mfu", statistics.median), ",.1f", log + "mfu"),
-                "data_wait_percent": mean_cell(logged("data_wait", statistics.fmean), ",.1f", log + "data_wait"),
+                "memory_mib": mean_over(runs, ",.0f", "run.json", _PEAK, lambda run: run.record.get(_PEAK)),
+                "device_memory_gib": _logged(runs, ",.2f", "mem_gb", max),
+                "mfu_percent": _logged(runs, ",.1f", "mfu", statistics.median),
+                "data_wait_percent": _logged(runs, ",.1f", "data_wait", statistics.fmean),
             }
         )
     title = "Where the time went, memory, use of the machine"
     return Table("time-split", title, columns, rows, _notes(results))
 
 
-def _combined(run: RunResult, name: str, combine: Callable) -> float | None:
-    values = [float(line[name]) for line in run.lines.values() if name in line]
-    return combine(values) if values else None
+def _logged(runs: list[RunResult], pattern: str, name: str, combine: Callable) -> Cell:
+    def read(run: RunResult) -> float | None:
+        values = [float(line[name]) for line in run.lines.values() if name in line]
+        return combine(values) if values else None
+
+    return mean_over(runs, pattern, "train.log", name, read)
 
 
 def _other_cell(runs: list[RunResult]) -> Cell:

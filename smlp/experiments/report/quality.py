@@ -32,11 +32,6 @@ def score(run: RunResult, subset: str, field: str) -> float | None:
     return (((run.scores or {}).get("subsets") or {}).get(subset) or {}).get(field)
 
 
-def likelihoods(results: Results, model: Model, subset: str, field: str) -> dict[int, float | None]:
-    """Return the mean negative log-likelihood of a token, in nats, by seed of the finished runs."""
-    return {run.seed: score(run, subset, field) for run in results.done(model)}
-
-
 def bits_per_byte(results: Results, model: Model, subset: str, field: str) -> Cell:
     """Return the mean loss in bits for each byte of the text.
 
@@ -101,10 +96,10 @@ def difference(results: Results, model: Model, baseline: Model, subset: str) -> 
     Returns:
         the differences of log-perplexity by seed, and the cell in per cent; None and ``EMPTY`` without a common seed.
     """
-    losses = (likelihoods(results, one, subset, AFTER_PREFIX) for one in (model, baseline))
-    perplexities = ({seed: None if nll is None else of_nats(nll) for seed, nll in one.items()} for one in losses)
+    found = [perplexity(results, one, subset, AFTER_PREFIX) for one in (model, baseline)]
+    logs = log_ratios(*(one.samples for one in found)) if all(found) else None
     field = f"subsets.{subset}.{AFTER_PREFIX}, exp(difference) - 1 of the runs with the same seed"
-    return by_seed(log_ratios(*perplexities), results, (model, baseline), "scores.json", field)
+    return by_seed(logs, results, (model, baseline), "scores.json", field)
 
 
 def by_seed(

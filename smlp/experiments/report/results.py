@@ -38,13 +38,8 @@ class Model:
     config: ModelConfig
     #: multiply-adds of the forward pass, by formula
     flops_per_token: float
-    #: ``expert_per_rank``, ``other``, ``total``
-    parameters: Mapping[str, float]
-
-    @property
-    def num_parameters(self) -> float:
-        """Parameters of the whole model, all experts included."""
-        return self.parameters["total"]
+    #: of the whole model, all experts included
+    num_parameters: float
 
     @property
     def num_experts(self) -> int:
@@ -250,7 +245,7 @@ def _model(record: Mapping[str, Any]) -> Model:
         record["arch"],
         unflatten(record["config"]),
         float(record["flops_per_token"]),
-        {name: float(number) for name, number in record["parameters"].items() if number is not None},
+        float(record["parameters"]["total"]),
     )
 
 

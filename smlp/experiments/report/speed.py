@@ -139,6 +139,13 @@ def over_runs(results: Results, model: Model, read: Callable[[RunResult], float 
     return estimate({run.seed: read(run) for run in results.done(model)})
 
 
+def mean_over(
+    runs: Sequence[RunResult], pattern: str, file: str, field: str, read: Callable[[RunResult], float | None]
+) -> Cell:
+    """Return the cell of the mean of a number over runs of a model, which have it in a field of a file."""
+    return mean_cell(estimate({run.seed: read(run) for run in runs}), pattern, origin(runs, file, field))
+
+
 def logged_tokens_per_second(results: Results, model: Model) -> Estimate | None:
     """Return the tokens per second of the whole training without evaluation; all positions of a batch count."""
 

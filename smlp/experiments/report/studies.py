@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from smlp.evaluation.zeroshot.report import TABLE_6
 from smlp.experiments.report import paper
@@ -10,8 +11,8 @@ from smlp.experiments.report.machine import differing
 from smlp.experiments.report.paper import closest_to_paper, is_of_the_paper
 from smlp.experiments.report.quality import AFTER_PREFIX, ALL, perplexity_cell
 from smlp.experiments.report.results import Model, Results, RunResult
-from smlp.experiments.report.speed import over_runs
-from smlp.experiments.report.table import MODEL_COLUMN, Column, Table, amount, estimate, label, mean_cell, origin
+from smlp.experiments.report.speed import mean_over
+from smlp.experiments.report.table import MODEL_COLUMN, Column, Table, amount, label, origin
 
 #: settings in zeroshot.json that may differ between runs: they change no answer
 _OF_EACH_RUN = ("model", "is_leaky", "data_dir", "batch_tokens", "spread_experts")
@@ -179,13 +180,10 @@ def zeroshot_table(results: Results) -> Table | None:
         if runs:
             row = {"model": label(model.name)}
             for name in names:
-                found = over_runs(results, model, lambda run, name=name: _accuracy(run, name, "accuracy"))
-                row[name] = mean_cell(found, ".1f", origin(runs, "zeroshot.json", f"tasks.{name}.accuracy"))
-            row["average"] = mean_cell(
-                estimate(mean_accuracies(results, model)),
-                ".1f",
-                origin(runs, "zeroshot.json", "mean of tasks.*.accuracy"),
-            )
+                read = partial(_accuracy, task=name, field="accuracy")
+                row[name] = mean_over(runs, ".1f", "zeroshot.json", f"tasks.{name}.accuracy", read)
+            average = partial(_average, tasks=names)
+            row["average"] = mean_over(runs, ".1f", "zeroshot.json", "mean of tasks.*.accuracy", average)
             rows.append(row)
     row = {"model": label("chance", "zeroshot.json: tasks.*.chance")}
     for name in names:  # of the first run that has it

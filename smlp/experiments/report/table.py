@@ -11,7 +11,7 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -156,23 +156,18 @@ class Table:
 
     def csv(self) -> str:
         """Return unrounded values; after a column with intervals, their ends and the number of seeds or rounds."""
-        heads: list[str] = []
-        readers: list[Callable[[Mapping[str, Cell]], Any]] = []
+        found: list[list[Any]] = []  # columns, each with its head
         for column in self.columns:
-            heads.append(column.key)
-            readers.append(lambda row, key=column.key: row.get(key, EMPTY).value)
-            cells = [row.get(column.key, EMPTY) for row in self.rows]
+            key, cells = column.key, [row.get(column.key, EMPTY) for row in self.rows]
+            found.append([key, *(cell.value for cell in cells)])
             over = [kind for kind in ("seed", "round") if any(cell.samples and cell.kind == kind for cell in cells)]
-            for end in ("low", "high") if over else ():
-                heads.append(f"{column.key}_{end}")
-                readers.append(lambda row, key=column.key, end=end: getattr(row.get(key, EMPTY), end))
+            if over:
+                found.append([f"{key}_low", *(cell.low for cell in cells)])
+                found.append([f"{key}_high", *(cell.high for cell in cells)])
             for kind in over:
-                heads.append(f"{column.key}_{kind}s")
-                readers.append(lambda row, key=column.key, kind=kind: _count(row.get(key, EMPTY), kind))
+                found.append([f"{key}_{kind}s", *(len(cell.samples or ()) * (cell.kind == kind) for cell in cells)])
         text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(heads)
-        writer.writerows([read(row) for read in readers] for row in self.rows)
+        csv.writer(text, lineterminator="\n").writerows(zip(*found, strict=True))
         return text.getvalue()
 
     def as_json(self) -> dict[str, Any]:
@@ -186,10 +181,6 @@ class Table:
 
     def _is_text(self, key: str) -> bool:
         return all(isinstance(row.get(key, EMPTY).value, str | None) for row in self.rows)
-
-
-def _count(cell: Cell, kind: str) -> int:
-    return len(cell.samples or ()) if cell.kind == kind else 0
 
 
 def markdown_line(cells: Iterable[str]) -> str:
