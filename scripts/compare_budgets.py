@@ -25,7 +25,7 @@ from smlp.errors import UserError
 from smlp.experiments.report.draw_curves import styles
 from smlp.experiments.report.quality import AFTER_PREFIX, difference, perplexity
 from smlp.experiments.report.results import Model, Results, read_results
-from smlp.experiments.report.table import Cell, Estimate, markdown_line, t_quantile
+from smlp.experiments.report.table import EMPTY, Cell, Estimate, markdown_line, t_quantile
 from smlp.files import check_folder, check_no_other
 from smlp.plots.drawing import FORMATS, legend, new_figure, save
 
@@ -112,12 +112,13 @@ def names_of(experiments: Sequence[Results], baseline: str) -> list[str]:
 
 
 def measured(experiment: Results, name: str, baseline: str, subset: str) -> tuple[Estimate | None, Cell | None]:
-    """Return a model's perplexity per token, and how much higher it is than the baseline's."""
+    """Return a model's perplexity per token, and how much higher it is than the baseline's, if a seed has both."""
     model, other = find(experiment, name), find(experiment, baseline)
     if model is None:
         return None, None
     found = perplexity(experiment, model, subset, AFTER_PREFIX)
-    return found, difference(experiment, model, other, subset)[1] if found and model is not other else None
+    against = difference(experiment, model, other, subset)[1] if found and model is not other else EMPTY
+    return found, None if against is EMPTY else against
 
 
 def write_table(experiments: Sequence[Results], names: Sequence[str], baseline: str, subset: str, out: Path) -> str:

@@ -38,18 +38,13 @@ class Reached:
 
 
 def reached(log: Path) -> Reached:
-    """Read the end of a log; a run without one has not begun."""
-    if not log.is_file():
-        return Reached()
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return Reached()
+    """Read the end of a log, and of the record of the data's order beside it, which has every update.
+
+    A run without a log has not begun.
+    """
     updates, train, pace = 0, None, None
     valid: dict[str, float] = {}  # by subset
-    for line in lines:
+    for line in _last_lines(log):
         record = log_record(line)
         for subset in [name.removesuffix("_num_updates") for name in record if name.endswith("_num_updates")]:
             updates = int(record[f"{subset}_num_updates"])
@@ -58,7 +53,20 @@ def reached(log: Path) -> Reached:
         if {"num_updates", "update", "loss"} <= record.keys():
             updates, train = int(record["num_updates"]), of_bits(float(record.get("nll_loss", record["loss"])))
             pace = float(record.get("ups", 0)) or None
+    in_order = (log_record(line).get("update") for line in reversed(_last_lines(log.with_name("data_order.jsonl"))))
+    updates = max(updates, next((update for update in in_order if isinstance(update, int)), 0))
     return Reached(updates, train, valid.get("valid", next(iter(valid.values()), None)), pace)
+
+
+def _last_lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
 
 
 class TrainingPlan(Protocol):

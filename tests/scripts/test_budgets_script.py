@@ -57,6 +57,15 @@ def test_each_model_after_each_budget(run, tmp_path, capsys):
     assert all((tmp_path / "out" / f"budgets.{ending}").stat().st_size > 5000 for ending in ("png", "svg"))
 
 
+def test_a_model_without_a_seed_of_the_baseline_has_no_difference(run, tmp_path, capsys):
+    folder = write_experiment(tmp_path / "one")
+    for name in ("Switch-s2", "Switch-s3", "gMLP-s1"):
+        (folder / "runs" / name / "scores.json").unlink()
+    switch = next(row for row in run(folder) if row["model"] == "Switch")
+    assert (switch["seeds"], switch["pairs"], switch["low"]) == ("1", "", "")
+    assert float(next(line for line in capsys.readouterr().out.splitlines() if "Switch" in line).split(" | ")[2][:-2])
+
+
 def test_budgets_are_told_apart_on_the_axis(script):
     budgets = (2_000, 1_310_720, 1_340_000, 131_072_000)
     assert [script.amount_of(tokens) for tokens in budgets] == ["2,000", "1.31 M", "1.34 M", "131.07 M"]
