@@ -38,10 +38,7 @@ class Reached:
 
 
 def reached(log: Path) -> Reached:
-    """Read the end of a log, and of the record of the data's order beside it, which has every update.
-
-    A run without a log has not begun.
-    """
+    """Read the end of a log; a run without one has not begun."""
     updates, train, pace = 0, None, None
     valid: dict[str, float] = {}  # by subset
     for line in _last_lines(log):
@@ -53,8 +50,6 @@ def reached(log: Path) -> Reached:
         if {"num_updates", "update", "loss"} <= record.keys():
             updates, train = int(record["num_updates"]), of_bits(float(record.get("nll_loss", record["loss"])))
             pace = float(record.get("ups", 0)) or None
-    in_order = (log_record(line).get("update") for line in reversed(_last_lines(log.with_name("data_order.jsonl"))))
-    updates = max(updates, next((update for update in in_order if isinstance(update, int)), 0))
     return Reached(updates, train, valid.get("valid", next(iter(valid.values()), None)), pace)
 
 
@@ -67,6 +62,15 @@ def _last_lines(path: Path) -> list[str]:
             return file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return []
+
+
+def _in_order(path: Path) -> int:
+    """Return the last update in a record of the data's order, which has those between two lines of the log, too.
+
+    They are not all in a checkpoint, so this is for people only.
+    """
+    updates = (log_record(line).get("update") for line in reversed(_last_lines(path)))
+    return next((update for update in updates if isinstance(update, int)), 0)
 
 
 class TrainingPlan(Protocol):
@@ -210,7 +214,7 @@ def _status_of(folder: Folder, name: str, updates: int, is_over: bool) -> dict[s
     return {
         "run": name,
         "state": what,
-        "num_updates": found.updates,
+        "num_updates": max(found.updates, _in_order(run.order)),
         "updates": updates,
         "seconds_left": (updates - found.updates) / pace if what == RUNNING and pace else None,
         "train": found.train,

@@ -11,7 +11,7 @@ import numpy as np
 from smlp.errors import UserError
 from smlp.fairseq_compat.replacing import replacing
 from smlp.files import number_of, read_text
-from smlp.text.binarized import check_recorded, open_tokens
+from smlp.text.binarized import check_recorded, check_recorded_file, open_tokens
 from smlp.text.tokenizer_files import DICTIONARY
 
 _CORRELATIONS = ("pearson", "spearmanr", "corr")
@@ -97,6 +97,7 @@ def check_rows(task: Any, split: str) -> None:
         hint = f" (--regression-target reads {path.suffix} files)" if cfg.regression_target else ""
         raise UserError(f"there is no file {path}{hint}: {_MAKE}")
     if cfg.regression_target:
+        check_recorded_file(path)
         lines = read_text(path, "latin-1").splitlines()
         rows[name] = len(lines)
         for number, line in enumerate(lines, start=1):

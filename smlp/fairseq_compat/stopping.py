@@ -58,11 +58,13 @@ def leave_if_asked(trainer: Any) -> None:
 def leave_if_done(trainer: Any) -> None:
     """Exit with status 0 if a checkpoint that was just loaded is of a run that has ended; fairseq would train on."""
     num_updates, most = trainer.get_num_updates(), trainer.cfg.optimization.max_update
-    patience = trainer.cfg.checkpoint.patience
+    patience, hours = trainer.cfg.checkpoint.patience, trainer.cfg.optimization.stop_time_hours
     if most and num_updates >= most:
         why = f"has {num_updates} updates and --max-update is {most}"
     elif has_lost_patience(patience):
         why = f"ended a run that had improved in none of {patience} validations, and --patience is {patience}"
+    elif num_updates and 0 < hours < trainer._previous_training_time / 3600:  # the same on all ranks
+        why = f"has trained for longer than --stop-time-hours {hours:g}"
     else:
         return
     if trainer.is_data_parallel_master:

@@ -149,7 +149,7 @@ def test_the_settings_of_a_folder_are_fixed(experiment, capsys):
     )
 
 
-def test_status(experiment):
+def test_status(experiment, tmp_path):
     path, out, *_ = experiment
     assert compare("status", path, "--out", out, "--json", out / "status.json") == 0
     rows = read(out / "status.json")
@@ -158,6 +158,11 @@ def test_status(experiment):
         ("runs/partial-s1", "done", 6),
     ]
     assert rows[0]["valid"] > 1
+    shutil.copytree(out, tmp_path / "copy")
+    log = tmp_path / "copy" / "runs" / "gMLP-s1" / "train.log"
+    log.write_text(log.read_text().split('"num_updates"')[0])  # a run that failed before its first line
+    assert compare("status", tmp_path / "copy", "--json", out / "status.json") == 0
+    assert read(out / "status.json")[0]["num_updates"] == 6, "from the record of the data's order"
 
 
 def test_changed_settings_are_refused(experiment, tmp_path, capsys):

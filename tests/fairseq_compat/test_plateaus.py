@@ -19,6 +19,13 @@ BY_PLATEAU = [
 ]
 
 
+EPOCH = 2  # updates of BY_PLATEAU
+ENDED = {
+    "patient_ended": ("had improved in none of 3 validations, and --patience is 3: there is nothing to train", 4),
+    "time_ended": ("has trained for longer than --stop-time-hours 1e-09: there is nothing to train", 4 * EPOCH),
+}
+
+
 @pytest.fixture(scope="module")
 def runs(tiny_data, tmp_path_factory: pytest.TempPathFactory, run_fairseq_many) -> dict[str, tuple[Path, Finished]]:
     root = tmp_path_factory.mktemp("plateaus")
@@ -41,7 +48,10 @@ def runs(tiny_data, tmp_path_factory: pytest.TempPathFactory, run_fairseq_many) 
         patient_again=("patient", [*PATIENT, "--max-update", "8"]),
         rate_again=("rate", [*BY_PLATEAU, "--max-epoch", "4"]),
     )
-    return found | train(patient_ended=("patient", [*PATIENT, "--max-update", "8"]))
+    return found | train(
+        patient_ended=("patient", [*PATIENT, "--max-update", "8"]),
+        time_ended=("whole", [*BY_PLATEAU, "--max-epoch", "5", "--stop-time-hours", "1e-9"]),
+    )
 
 
 def rates(run: Finished) -> dict[str, str]:
@@ -56,12 +66,13 @@ def test_patience_counts_validations_before_a_restart(runs) -> None:
     assert re.findall(r"train_inner .* num_updates=(\d+)", again.stdout) == ["4"]
 
 
-def test_a_run_that_patience_has_ended_does_not_train_on(runs) -> None:
-    path, ended = runs["patient_ended"]
+@pytest.mark.parametrize("name", ENDED)
+def test_a_run_that_has_ended_does_not_train_on(runs, name: str) -> None:
+    path, ended = runs[name]
+    message, num_updates = ENDED[name]
     assert ended.rc == 0, ended.stderr
-    assert "had improved in none of 3 validations, and --patience is 3: there is nothing to train" in ended.stdout
-    assert "train_inner" not in ended.stdout
-    assert torch.load(path)["optimizer_history"][-1]["num_updates"] == 4
+    assert message in ended.stdout and "train_inner" not in ended.stdout
+    assert torch.load(path)["optimizer_history"][-1]["num_updates"] == num_updates
 
 
 def test_the_rate_falls_in_the_same_epoch_after_a_restart(runs) -> None:

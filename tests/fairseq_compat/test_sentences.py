@@ -1,5 +1,6 @@
 """Wrong data and options of ``sentence_prediction`` end in one sentence."""
 
+import json
 import shutil
 
 import pytest
@@ -39,8 +40,21 @@ def flip(path):
     path.write_bytes(content)
 
 
+def change_number(data):
+    """Write numbers to predict that are not those of the manifest."""
+    (data / "label" / "valid.label").write_text("1\n" * 9)
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["outputs"].append({"name": "label/valid.label", "bytes": 18, "sha256": "0" * 64})
+    (data / "manifest.json").write_text(json.dumps(manifest))
+
+
 BAD = {
     "changed": (lambda own: flip(own / "label" / "train.bin"), [], "{data}/label/train.bin has changed: its SHA-256"),
+    "changed number": (
+        change_number,
+        [*NUMBERS, "--num-classes", "1"],
+        "{data}/label/valid.label has changed: its SHA-256",
+    ),
     "gone": (shutil.rmtree, [], "there is no file {data}/input0/dict.txt: make the data with 'smlp data glue'"),
     "classes": (None, ["--num-classes", "-1"], "--num-classes is missing"),
     "few classes": (None, ["--num-classes", "2"], "--num-classes 2, but {data}/label/valid.bin has 3 classes"),
@@ -100,7 +114,7 @@ def test_wrong_data_and_options_are_one_sentence(data, tmp_path, run_fairseq_man
         shutil.copytree(data, own)
         if damage is not None:
             damage(own)
-        if name != "changed":
+        if "changed" not in name:
             (own / "manifest.json").unlink(missing_ok=True)  # its checksums would tell first
         more = ["--num-classes", "3", "--save-dir", tmp_path / f"{own.name}-saved", *more]
         cases.append({"tool": "train", "args": [own, *TRAIN, *more]})
