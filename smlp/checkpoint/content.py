@@ -110,6 +110,8 @@ def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
 
 
 _MAPPING = (lambda value: value is None or isinstance(value, Mapping), "not a dictionary")
+#: entry of ``extra_state`` about validations without an improvement
+PLATEAU = "smlp_plateau"
 #: entries that training resumes from: path of keys in a checkpoint (-1: the last of a list), test of the value, and the
 #: wording of the message if it fails
 _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] = (
@@ -118,6 +120,7 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", "train_iterator"), *_MAPPING),
     (("extra_state", "metrics"), *_MAPPING),
     (("extra_state", "dictionary"), *_MAPPING),
+    (("extra_state", PLATEAU), *_MAPPING),
     (("optimizer_history", -1), lambda value: isinstance(value, Mapping), "not a dictionary"),
     (("optimizer_history", -1, "lr_scheduler_state"), *_MAPPING),
     (("last_optimizer_state",), *_MAPPING),
@@ -126,6 +129,9 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", "train_iterator", "iterations_in_epoch"), *_whole(0)),
     (("extra_state", "previous_training_time"), lambda value: _is_number(value), "not a number"),
     (("extra_state", "best"), lambda value: value is None or _is_number(value), "not a number"),
+    (("extra_state", PLATEAU, "best"), lambda value: _is_number(value), "not a number"),
+    (("extra_state", PLATEAU, "num_runs"), *_whole(0)),
+    (("extra_state", PLATEAU, "num_bad_epochs"), *_whole(0)),
 )
 
 

@@ -110,7 +110,8 @@ def apply() -> None:
             for leftover in remove_leftovers(cfg.save_dir):
                 logger.info(f"removed {leftover}, which an interrupted process left half-written")
         resumed = resume(cfg, trainer, **kw)
-        leave_if_done(trainer)
+        if resumed[0] is not None:
+            leave_if_done(trainer)
         return resumed
 
 

@@ -1,4 +1,4 @@
-"""What fairseq forgets of validations that brought nothing when a run resumes.
+"""What fairseq forgets of validations without an improvement when a run resumes.
 
 ``--patience`` counts them in the process alone. ``--lr-scheduler reduce_lr_on_plateau`` does not save its count either,
 and changes the rate at an epoch's end only after that epoch's checkpoint is written.
@@ -7,49 +7,69 @@ and changes the rate at an epoch's end only after that epoch's checkpoint is wri
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
-
-PLATEAU = "smlp_plateau"  # key in a checkpoint's extra state
+from smlp.checkpoint.content import PLATEAU
 
 
 def plateau_of(trainer: Any) -> dict[str, Any]:
     """Return what a checkpoint keeps of the validations so far."""
-    found: dict[str, Any] = {}
-    if hasattr(stopping := _stopping(), "best"):
+    found: dict[str, Any] = {"of": _measured(trainer.cfg)}
+    if trainer.cfg.checkpoint.patience > 0 and hasattr(stopping := _stopping(), "best"):
         found |= {"best": float(stopping.best), "num_runs": stopping.num_runs}
     if (schedule := _schedule(trainer)) is not None:
-        found["num_bad_epochs"] = schedule.lr_scheduler.num_bad_epochs
+        found["num_bad_epochs"] = schedule.num_bad_epochs
     return found
 
 
-def restore_plateau(trainer: Any, extra_state: dict[str, Any], reset_lr_scheduler: bool, reset_meters: bool) -> None:
-    """Resume from what :func:`plateau_of` found; nothing is known of checkpoints of older revisions."""
-    found = extra_state.get(PLATEAU, {})
-    if "num_runs" in found and not reset_meters:
-        stopping = _stopping()
+def restore_plateau(
+    trainer: Any, state: Mapping[str, Any], resets_schedule: bool, overrides: Mapping[str, Any] | None
+) -> None:
+    """Resume from what :func:`plateau_of` found, if the same number is measured on the same text.
+
+    Args:
+        trainer: that has loaded a checkpoint.
+        state: the checkpoint's ``extra_state``; that of an older revision has no such entry.
+        resets_schedule: whether the schedule of the rate begins anew.
+        overrides: what replaces values of the optimizer. A rate among them stays as it is.
+    """
+    found = state.get(PLATEAU) or {}
+    if found.get("of") != _measured(trainer.cfg):
+        return
+    stopping = _stopping()
+    if trainer.cfg.checkpoint.patience > 0 and "num_runs" in found and stopping is not None:
         stopping.best, stopping.num_runs = found["best"], found["num_runs"]
     schedule = _schedule(trainer)
-    if schedule is None or "num_bad_epochs" not in found or reset_lr_scheduler:
+    if schedule is None or "num_bad_epochs" not in found or resets_schedule:
         return
-    schedule.lr_scheduler.num_bad_epochs = found["num_bad_epochs"]
-    batches = extra_state["train_iterator"]
-    if batches["iterations_in_epoch"] == 0 and extra_state["val_loss"] is not None:
-        trainer.lr_step(batches["epoch"] - 1, extra_state["val_loss"])
+    schedule.num_bad_epochs = found["num_bad_epochs"]
+    batches, loss = state["train_iterator"], state.get("val_loss")
+    if batches["iterations_in_epoch"] == 0 and loss is not None and "lr" not in (overrides or {}):
+        trainer.lr_step(batches["epoch"] - 1, loss)
 
 
-def has_lost_patience(patience: int) -> bool:
-    """Return whether so many validations in a row, those of a loaded checkpoint, were no better than one before."""
-    return 0 < patience <= getattr(_stopping(), "num_runs", 0)
+def validations_in_vain() -> int:
+    """Return how many of the last validations were no better than one before, as ``--patience`` counts them."""
+    return getattr(_stopping(), "num_runs", 0)
+
+
+def _measured(cfg: Any) -> list[str]:
+    """Return what is compared: the metric, whether more is better, and the first split."""
+    checkpoint = cfg.checkpoint
+    best = "largest" if checkpoint.maximize_best_checkpoint_metric else "smallest"
+    return [checkpoint.best_checkpoint_metric, best, cfg.dataset.valid_subset.split(",")[0]]
 
 
 def _stopping() -> Any:
     """Return the function that has ``--patience``'s count as attributes, of the module that runs the training."""
-    modules = [sys.modules[name] for name in ("__main__", "fairseq_cli.train") if name in sys.modules]
+    modules = map(sys.modules.get, ("__main__", "fairseq_cli.train"))
     return next((module.should_stop_early for module in modules if hasattr(module, "should_stop_early")), None)
 
 
-def _schedule(trainer: Any) -> ReduceLROnPlateauLRSchedule | None:
+def _schedule(trainer: Any) -> Any:
+    """Return torch's schedule within fairseq's, if the rate falls on a plateau."""
+    from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
+
     schedule = trainer.lr_scheduler
-    return schedule if isinstance(schedule, ReduceLROnPlateauLRSchedule) else None
+    return schedule.lr_scheduler if isinstance(schedule, ReduceLROnPlateauLRSchedule) else None

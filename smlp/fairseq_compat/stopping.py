@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 from torch.utils.data._utils import signal_handling
 
-from smlp.fairseq_compat.plateaus import has_lost_patience
+from smlp.fairseq_compat.plateaus import validations_in_vain
 from smlp.fairseq_compat.replacing import replacing
 from smlp.launch.stop_signals import EXIT_STOPPED, SIGNALS, StopSignals, heard
 from smlp.launch.team import leave
@@ -61,8 +61,8 @@ def leave_if_done(trainer: Any) -> None:
     patience, hours = trainer.cfg.checkpoint.patience, trainer.cfg.optimization.stop_time_hours
     if most and num_updates >= most:
         why = f"has {num_updates} updates and --max-update is {most}"
-    elif has_lost_patience(patience):
-        why = f"ended a run that had improved in none of {patience} validations, and --patience is {patience}"
+    elif 0 < patience <= (count := validations_in_vain()):
+        why = f"has {count} validations in a row without an improvement and --patience is {patience}"
     elif num_updates and 0 < hours < trainer._previous_training_time / 3600:  # the same on all ranks
         why = f"has trained for longer than --stop-time-hours {hours:g}"
     else:

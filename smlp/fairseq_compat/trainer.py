@@ -20,6 +20,7 @@ from fairseq.tasks.masked_lm import MaskedLMTask
 from fairseq.trainer import Trainer
 from torch import Tensor, nn
 
+from smlp.checkpoint.content import PLATEAU
 from smlp.criterions.choice import check_criterion
 from smlp.errors import UserError
 from smlp.fairseq_compat.batches import batch_seeds, real_batches_last, seed_generators
@@ -38,7 +39,7 @@ from smlp.fairseq_compat.loading import (
 )
 from smlp.fairseq_compat.needs import check_best_metric, has_averages
 from smlp.fairseq_compat.parameter_groups import divide_steps
-from smlp.fairseq_compat.plateaus import PLATEAU, plateau_of, restore_plateau
+from smlp.fairseq_compat.plateaus import plateau_of, restore_plateau
 from smlp.fairseq_compat.profiling import UpdateProfiler
 from smlp.fairseq_compat.records import (
     DIGEST,
@@ -182,7 +183,8 @@ class SparseTrainer(Trainer):
             self.ema.update_freq_counter = self.get_num_updates() % max(self.cfg.ema.ema_update_freq, 1)
         if extra_state is not None and not reset_optimizer:
             warn_of_lost_updates(filename, self)
-            restore_plateau(self, extra_state, reset_lr_scheduler, reset_meters)
+            if not reset_meters:
+                restore_plateau(self, extra_state, reset_lr_scheduler, optimizer_overrides)
         if self._optimizer is not None:
             check_constants(filename, self, self._asked_of_optimizer)
             check_moments(filename, self)

@@ -124,11 +124,10 @@ def test_scores_of_single_requests(harness):
         [forward_sum(decoder, [2, *first], second), forward_sum(decoder, [2], second), 0.0], abs=1e-5
     )
     assert results[2][1] is True
-    logits = decoder(torch.tensor([[2, *first]])).logits[0, -1]
-    likeliest = max(range(4, 34), key=lambda token: float(logits[token]))
-    word = harness.lm.vocabulary.symbols[likeliest]
-    ((_, is_greedy),) = harness.loglikelihood([request("loglikelihood", "w1 w2", f" {word}")], disable_tqdm=True)
-    assert is_greedy is (likeliest == int(logits.argmax()))
+    likeliest = harness.lm.vocabulary.symbols[int(decoder(torch.tensor([[2, *first]])).logits[0, -1].argmax())]
+    words = [likeliest, next(word for word in WORDS if word != likeliest)]
+    asked = [request("loglikelihood", "w1 w2", f" {word}", number=number) for number, word in enumerate(words)]
+    assert [is_greedy for _, is_greedy in harness.loglikelihood(asked, disable_tqdm=True)] == [True, False]
 
 
 def test_a_text_that_is_too_long_loses_what_the_harness_cuts(harness):

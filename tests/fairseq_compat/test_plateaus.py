@@ -12,7 +12,7 @@ from running import TINY_LM, Finished
 REPOSITORY = Path(__file__).parents[2]
 # validation after each update, none of which is better than the first
 PATIENT = ["--lr", "1e-12", "--patience", "3", "--validate-interval-updates", "1"]
-# no epoch counts as better than the first; the third bad one halves the rate of the epochs after it
+# no epoch counts as better than the first; the second bad one, the third epoch, halves the rate
 BY_PLATEAU = [
     *("--lr-scheduler", "reduce_lr_on_plateau", "--lr-shrink", "0.5", "--lr-patience", "1", "--lr-threshold", "0.9"),
     *("--batch-size", "64"),
@@ -21,7 +21,10 @@ BY_PLATEAU = [
 
 EPOCH = 2  # updates of BY_PLATEAU
 ENDED = {
-    "patient_ended": ("had improved in none of 3 validations, and --patience is 3: there is nothing to train", 4),
+    "patient_ended": (
+        "has 3 validations in a row without an improvement and --patience is 3: there is nothing to train",
+        4,
+    ),
     "time_ended": ("has trained for longer than --stop-time-hours 1e-09: there is nothing to train", 4 * EPOCH),
 }
 
