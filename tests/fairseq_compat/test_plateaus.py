@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from running import TINY_LM, Finished
+
+from smlp.fairseq_compat import plateaus
 
 REPOSITORY = Path(__file__).parents[2]
 # validation after each update, none of which is better than the first
@@ -21,10 +24,7 @@ BY_PLATEAU = [
 
 EPOCH = 2  # updates of BY_PLATEAU
 ENDED = {
-    "patient_ended": (
-        "has 3 validations in a row without an improvement and --patience is 3: there is nothing to train",
-        4,
-    ),
+    "patient_ended": ("has 3 validations in a row without an improvement and --patience is 3: there is nothing to", 4),
     "time_ended": ("has trained for longer than --stop-time-hours 1e-09: there is nothing to train", 4 * EPOCH),
 }
 
@@ -55,6 +55,45 @@ def runs(tiny_data, tmp_path_factory: pytest.TempPathFactory, run_fairseq_many) 
         patient_ended=("patient", [*PATIENT, "--max-update", "8"]),
         time_ended=("whole", [*BY_PLATEAU, "--max-epoch", "5", "--stop-time-hours", "1e-9"]),
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts", "steps"),
+    [
+        ({}, 2, [(1, 3.5)]),
+        ({"metric": "ppl"}, 0, []),
+        ({"patience": -1}, 0, [(1, 3.5)]),
+        ({"overrides": {"lr": 0.1}}, 2, []),
+        ({"resets_schedule": True}, 2, []),
+        ({"val_loss": None}, 2, []),
+    ],
+)
+def test_only_what_still_holds_is_restored(monkeypatch, changes, counts, steps) -> None:
+    def trainer(metric: str, patience: int) -> SimpleNamespace:
+        checkpoint = SimpleNamespace(
+            best_checkpoint_metric=metric, maximize_best_checkpoint_metric=False, patience=patience
+        )
+        cfg = SimpleNamespace(checkpoint=checkpoint, dataset=SimpleNamespace(valid_subset="valid,test"))
+        return SimpleNamespace(cfg=cfg, lr_step=lambda *step: taken.append(step))
+
+    def stopping() -> None: ...
+
+    taken: list[tuple] = []
+    schedule = SimpleNamespace(num_bad_epochs=1)
+    monkeypatch.setattr(plateaus, "_stopping", lambda: stopping)
+    monkeypatch.setattr(plateaus, "_schedule", lambda _: schedule)
+    stopping.best, stopping.num_runs = 3.0, 2
+    state = {
+        "smlp_plateau": plateaus.plateau_of(trainer("loss", 3)),
+        "train_iterator": {"epoch": 2, "iterations_in_epoch": 0},
+        "val_loss": changes.get("val_loss", 3.5),
+    }
+    stopping.best, stopping.num_runs = 9.0, 0
+    resumed = trainer(changes.get("metric", "loss"), changes.get("patience", 3))
+    plateaus.restore_plateau(resumed, state, changes.get("resets_schedule", False), changes.get("overrides"))
+    assert (plateaus.validations_in_vain(), taken) == (counts, steps)
+    plateaus.restore_plateau(resumed, {}, False, None)  # of an older revision
+    assert (plateaus.validations_in_vain(), taken) == (counts, steps)
 
 
 def rates(run: Finished) -> dict[str, str]:
