@@ -62,8 +62,8 @@ _OF_RANGE = {
     **dict.fromkeys(("reduce-grads", "multiply-grads", "clip-grads"), REDUCTION),
     spans.OPTIMIZER: spans.OPTIMIZER,
 }
-#: phases of a component, which are fields of :class:`ComponentCost`
-_PARTS_OF_TIME = ("forward", "backward", "neither")
+#: phases of a component by their names in reports; recomputation belongs to the backward pass
+_PHASES = {"forward": FORWARD, "backward": BACKWARD, "neither": None}
 
 
 class TimeRow(NamedTuple):
@@ -167,24 +167,6 @@ def _layer_order(name: str) -> tuple[int, str]:
     return int(digits or 0), name
 
 
-@dataclass(frozen=True)
-class ComponentCost:
-    """One component in all profiled updates of one rank."""
-
-    component: str
-    #: seconds in the forward pass, in the backward pass (recomputation included), and in neither
-    forward: float
-    backward: float
-    neither: float
-    #: operations, as :mod:`smlp.costs.formula` counts them
-    flops: float
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of all updates."""
-        return self.forward + self.backward + self.neither
-
-
 class Breakdown:
     """Adds up updates of one rank.
 
@@ -218,41 +200,28 @@ class Breakdown:
             for kind, flops in training_work(self.config, length).items():
                 self._flops[kind] += num_tokens * flops
 
-    def rows(self) -> list[ComponentCost]:
-        """Return the costs of all components that took time or have work to do."""
-        rows = [
-            ComponentCost(name, *(self._seconds[name, phase] for phase in (FORWARD, BACKWARD, None)), self._flops[name])
-            for name in COMPONENTS
-        ]
-        return [row for row in rows if row.seconds or row.flops]
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of all updates."""
-        return self._seconds.total()
-
     def as_json(self) -> dict[str, Any]:
-        """Return times in milliseconds per update, operations per update and rates per second."""
-        rows = self.rows()
-        total = ComponentCost(
-            "update", *(sum(getattr(row, name) for row in rows) for name in _PARTS_OF_TIME), self._flops.total()
-        )
+        """Return times in milliseconds per update, operations per update and rates per second, of the whole update and
+        of each component that took time or has work to do."""
+        rows = [self._row(name, (name,), self._flops[name]) for name in COMPONENTS]
         return {
             "updates": self.num_updates,
             "tokens": self.num_tokens,
             "matmul_flops_per_second": self.limit,
-            "components": [self._row_as_json(row) for row in rows],
-            "update": self._row_as_json(total),
+            "components": [row for row in rows if row["ms"] or row["flops"]],
+            "update": self._row("update", COMPONENTS, self._flops.total()),
         }
 
-    def _row_as_json(self, row: ComponentCost) -> dict[str, Any]:
-        rate = row.flops / row.seconds if row.seconds else 0.0
+    def _row(self, title: str, components: Iterable[str], flops: float) -> dict[str, Any]:
+        parts = {name: sum(self._seconds[one, phase] for one in components) for name, phase in _PHASES.items()}
+        seconds = sum(parts.values())
+        rate = flops / seconds if seconds else 0.0
         return {
-            "component": row.component,
-            **{f"{name}_ms": 1e3 * getattr(row, name) / self.num_updates for name in _PARTS_OF_TIME},
-            "ms": 1e3 * row.seconds / self.num_updates,
-            "share": row.seconds / self.seconds,
-            "flops": row.flops / self.num_updates,
+            "component": title,
+            **{f"{name}_ms": 1e3 * part / self.num_updates for name, part in parts.items()},
+            "ms": 1e3 * seconds / self.num_updates,
+            "share": seconds / self._seconds.total(),
+            "flops": flops / self.num_updates,
             "flops_per_second": rate,
             "share_of_limit": rate / self.limit,
         }
