@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from test_costs import BACKWARD, FORWARD, SMALL, _entry, _range
 
 from smlp.config.presets import preset
 from smlp.costs.breakdown import COMPONENTS, Breakdown
-from smlp.costs.formula import flops_per_token, training_flops, training_work, work_per_token
+from smlp.costs.formula import components, flops_per_token, training_flops, training_work
 from smlp.costs.matmul_rate import matmul_rate
 from smlp.costs.profiled import _Trainer
 from smlp.costs.recording import TraceFile, recording, trace_of
@@ -118,12 +119,15 @@ def test_nothing_divides_a_whole_range():
 @pytest.mark.parametrize("arch", LANGUAGE_MODELS)
 def test_kinds_of_work_are_all_of_it(arch):
     config = preset(arch)
-    for n in (None, 7, config.max_tokens // 2 + 1):
-        assert sum(work_per_token(config, n).values()) == pytest.approx(flops_per_token(config, n), rel=1e-12)
-        causal, dense = work_per_token(config, n, causal=True), work_per_token(config, n)
+    for n in (config.max_tokens, 7, config.max_tokens // 2 + 1):
+        dense = Counter()
+        for part in components(config, n):
+            dense.update(part.nominal_work(n))
+        assert dense.total() == pytest.approx(flops_per_token(config, n), rel=1e-12)
+        causal = {kind: operations / 6 for kind, operations in training_work(config, n).items()}
         mixing = {"spatial", "attention"} | ({"experts"} if config.sparse_block == "gmlp_moe" else set())
         for kind, flops in dense.items():
-            assert (0.5 * flops < causal[kind] <= flops) if kind in mixing else causal[kind] == flops, kind
+            assert 0.5 * flops < causal[kind] <= flops if kind in mixing else causal[kind] == pytest.approx(flops), kind
 
 
 @pytest.mark.parametrize(
@@ -144,8 +148,8 @@ def test_kinds_of_work_are_all_of_it(arch):
 def test_the_causal_half_by_counting_pairs(arch, pairs):
     config = preset(arch)
     for n in (config.prefix_tokens + 1, config.prefix_tokens + 30, config.max_tokens):
-        work = work_per_token(config, n, causal=True)
-        assert n * (work.get("spatial", 0) + work.get("attention", 0)) == pytest.approx(pairs(config, n))
+        work = training_work(config, n)
+        assert n * (work.get("spatial", 0) + work.get("attention", 0)) == pytest.approx(6 * pairs(config, n))
 
 
 def test_the_rate_of_matrix_products():
