@@ -1,16 +1,16 @@
 """Divide the time of an update by stage of the sparse layers, part of the update, and component of the model.
 
-A trace is classified once (:func:`rows_of_trace`). ``smlp costs`` groups its rows by stage and part (:class:`Costs`);
-``--profile-updates`` groups them by component, with the operations of each and the rate that the device can reach
-(:class:`Breakdown`). Components are the kinds of work of :mod:`smlp.costs.component`, and whatever takes time without
-such work. Either way, the parts add up to the whole update.
+A trace is classified once (:func:`rows_of_trace`). ``smlp costs`` groups its rows by stage and part
+(:func:`costs_of_trace`); ``--profile-updates`` groups them by component, with the operations of each and the rate that
+the device can reach (:class:`Breakdown`). Components are the kinds of work of
+:mod:`smlp.costs.component`, and whatever takes time without such work. Either way, the parts add up to the whole
+update.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from smlp.config import ModelConfig
@@ -113,53 +113,29 @@ def _component_of_range(name: str) -> str | None:
     return part if separator and part in MODULE_PARTS.values() else _OF_RANGE.get(name)
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of some updates of one process; ``layers`` and ``parts`` add up to ``seconds``."""
+def costs_of_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return milliseconds per update, and shares of an update, of the updates in a trace: by layer and stage, by stage
+    of all layers, and by :data:`PARTS`. Stages and parts add up to the whole.
 
-    num_updates: int
-    seconds: float
-    #: by layer and stage
-    layers: dict[str, dict[str, float]]
-    #: by :data:`PARTS`
-    parts: dict[str, float]
-
-    @property
-    def stages(self) -> dict[str, float]:
-        """Return the seconds of each stage in all layers."""
-        return {stage: sum(layer[stage] for layer in self.layers.values()) for stage in STAGES}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return milliseconds per update, and shares of an update."""
-
-        def both(seconds: dict[str, float]) -> dict[str, dict[str, float]]:
-            return {
-                name: {"ms": 1e3 * value / self.num_updates, "share": value / self.seconds}
-                for name, value in seconds.items()
-            }
-
-        return {
-            "updates": self.num_updates,
-            "ms": 1e3 * self.seconds / self.num_updates,
-            "layers": {name: both(stages) for name, stages in self.layers.items()},
-            "stages": both(self.stages),
-            "parts": both(self.parts),
-        }
-
-
-def costs_of_trace(events: Iterable[dict[str, Any]]) -> Costs:
-    """Return the costs of the updates in a trace; arguments and errors as in :func:`rows_of_trace`."""
+    Arguments and errors are those of :func:`rows_of_trace`.
+    """
     num_updates, rows = rows_of_trace(events)
     totals: Counter[str | tuple[str, str]] = Counter()
     for row in rows:
         totals[row.place] += row.seconds
+    whole = totals.total()
+
+    def both(seconds: dict[str, float]) -> dict[str, dict[str, float]]:
+        return {name: {"ms": 1e3 * value / num_updates, "share": value / whole} for name, value in seconds.items()}
+
     layers = sorted({place[0] for place in totals if isinstance(place, tuple)}, key=_layer_order)
-    return Costs(
-        num_updates,
-        totals.total(),
-        layers={layer: {stage: totals[layer, stage] for stage in STAGES} for layer in layers},
-        parts={part: totals[part] for part in PARTS},
-    )
+    return {
+        "updates": num_updates,
+        "ms": 1e3 * whole / num_updates,
+        "layers": {layer: both({stage: totals[layer, stage] for stage in STAGES}) for layer in layers},
+        "stages": both({stage: sum(totals[layer, stage] for layer in layers) for stage in STAGES}),
+        "parts": both({part: totals[part] for part in PARTS}),
+    }
 
 
 def _layer_order(name: str) -> tuple[int, str]:
