@@ -193,8 +193,7 @@ def _report(
         "tokens": config.max_tokens,
         "batch_size": args.batch_size,
         "by_rank": [
-            {"update_ms": [1e3 * seconds for seconds in each.seconds], "profiled": each.costs.as_json()}
-            for each in measured
+            {"update_ms": [1e3 * seconds for seconds in each.seconds], "profiled": each.costs} for each in measured
         ],
     }
     _print(report)

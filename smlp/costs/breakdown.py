@@ -1,16 +1,16 @@
 """Divide the time of an update by stage of the sparse layers, part of the update, and component of the model.
 
-A trace is classified once (:func:`rows_of_trace`). ``smlp costs`` groups its rows by stage and part (:class:`Costs`);
-``--profile-updates`` groups them by component, with the operations of each and the rate that the device can reach
-(:class:`Breakdown`). Components are the kinds of work of :mod:`smlp.costs.component`, and whatever takes time without
-such work. Either way, the parts add up to the whole update.
+A trace is classified once (:func:`rows_of_trace`). ``smlp costs`` groups its rows by stage and part
+(:func:`costs_of_trace`); ``--profile-updates`` groups them by component, with the operations of each and the rate that
+the device can reach (:class:`Breakdown`). Components are the kinds of work of
+:mod:`smlp.costs.component`, and whatever takes time without such work. Either way, the parts add up to the whole
+update.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from smlp.config import ModelConfig
@@ -62,8 +62,8 @@ _OF_RANGE = {
     **dict.fromkeys(("reduce-grads", "multiply-grads", "clip-grads"), REDUCTION),
     spans.OPTIMIZER: spans.OPTIMIZER,
 }
-#: phases of a component, which are fields of :class:`ComponentCost`
-_PARTS_OF_TIME = ("forward", "backward", "neither")
+#: phases of a component by their names in reports; recomputation belongs to the backward pass
+_PHASES = {"forward": FORWARD, "backward": BACKWARD, "neither": None}
 
 
 class TimeRow(NamedTuple):
@@ -113,76 +113,34 @@ def _component_of_range(name: str) -> str | None:
     return part if separator and part in MODULE_PARTS.values() else _OF_RANGE.get(name)
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of some updates of one process; ``layers`` and ``parts`` add up to ``seconds``."""
+def costs_of_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return milliseconds per update, and shares of an update, of the updates in a trace: by layer and stage, by stage
+    of all layers, and by :data:`PARTS`. Stages and parts add up to the whole.
 
-    num_updates: int
-    seconds: float
-    #: by layer and stage
-    layers: dict[str, dict[str, float]]
-    #: by :data:`PARTS`
-    parts: dict[str, float]
-
-    @property
-    def stages(self) -> dict[str, float]:
-        """Return the seconds of each stage in all layers."""
-        return {stage: sum(layer[stage] for layer in self.layers.values()) for stage in STAGES}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return milliseconds per update, and shares of an update."""
-
-        def both(seconds: dict[str, float]) -> dict[str, dict[str, float]]:
-            return {
-                name: {"ms": 1e3 * value / self.num_updates, "share": value / self.seconds}
-                for name, value in seconds.items()
-            }
-
-        return {
-            "updates": self.num_updates,
-            "ms": 1e3 * self.seconds / self.num_updates,
-            "layers": {name: both(stages) for name, stages in self.layers.items()},
-            "stages": both(self.stages),
-            "parts": both(self.parts),
-        }
-
-
-def costs_of_trace(events: Iterable[dict[str, Any]]) -> Costs:
-    """Return the costs of the updates in a trace; arguments and errors as in :func:`rows_of_trace`."""
+    Arguments and errors are those of :func:`rows_of_trace`.
+    """
     num_updates, rows = rows_of_trace(events)
     totals: Counter[str | tuple[str, str]] = Counter()
     for row in rows:
         totals[row.place] += row.seconds
+    whole = totals.total()
+
+    def both(seconds: dict[str, float]) -> dict[str, dict[str, float]]:
+        return {name: {"ms": 1e3 * value / num_updates, "share": value / whole} for name, value in seconds.items()}
+
     layers = sorted({place[0] for place in totals if isinstance(place, tuple)}, key=_layer_order)
-    return Costs(
-        num_updates,
-        totals.total(),
-        layers={layer: {stage: totals[layer, stage] for stage in STAGES} for layer in layers},
-        parts={part: totals[part] for part in PARTS},
-    )
+    return {
+        "updates": num_updates,
+        "ms": 1e3 * whole / num_updates,
+        "layers": {layer: both({stage: totals[layer, stage] for stage in STAGES}) for layer in layers},
+        "stages": both({stage: sum(totals[layer, stage] for layer in layers) for stage in STAGES}),
+        "parts": both({part: totals[part] for part in PARTS}),
+    }
 
 
 def _layer_order(name: str) -> tuple[int, str]:
     digits = "".join(character for character in name if character.isdigit())
     return int(digits or 0), name
-
-
-@dataclass(frozen=True)
-class ComponentCost:
-    """One component in all profiled updates of one rank."""
-
-    component: str
-    #: seconds in the forward pass, in the backward pass (recomputation included), and in neither
-    forward: float
-    backward: float
-    neither: float
-    #: operations, as :mod:`smlp.costs.formula` counts them
-    flops: float
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of all updates."""
-        return self.forward + self.backward + self.neither
 
 
 class Breakdown:
@@ -218,41 +176,28 @@ class Breakdown:
             for kind, flops in training_work(self.config, length).items():
                 self._flops[kind] += num_tokens * flops
 
-    def rows(self) -> list[ComponentCost]:
-        """Return the costs of all components that took time or have work to do."""
-        rows = [
-            ComponentCost(name, *(self._seconds[name, phase] for phase in (FORWARD, BACKWARD, None)), self._flops[name])
-            for name in COMPONENTS
-        ]
-        return [row for row in rows if row.seconds or row.flops]
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of all updates."""
-        return self._seconds.total()
-
     def as_json(self) -> dict[str, Any]:
-        """Return times in milliseconds per update, operations per update and rates per second."""
-        rows = self.rows()
-        total = ComponentCost(
-            "update", *(sum(getattr(row, name) for row in rows) for name in _PARTS_OF_TIME), self._flops.total()
-        )
+        """Return times in milliseconds per update, operations per update and rates per second, of the whole update and
+        of each component that took time or has work to do."""
+        rows = [self._row(name, (name,), self._flops[name]) for name in COMPONENTS]
         return {
             "updates": self.num_updates,
             "tokens": self.num_tokens,
             "matmul_flops_per_second": self.limit,
-            "components": [self._row_as_json(row) for row in rows],
-            "update": self._row_as_json(total),
+            "components": [row for row in rows if row["ms"] or row["flops"]],
+            "update": self._row("update", COMPONENTS, self._flops.total()),
         }
 
-    def _row_as_json(self, row: ComponentCost) -> dict[str, Any]:
-        rate = row.flops / row.seconds if row.seconds else 0.0
+    def _row(self, title: str, components: Iterable[str], flops: float) -> dict[str, Any]:
+        parts = {name: sum(self._seconds[one, phase] for one in components) for name, phase in _PHASES.items()}
+        seconds = sum(parts.values())
+        rate = flops / seconds if seconds else 0.0
         return {
-            "component": row.component,
-            **{f"{name}_ms": 1e3 * getattr(row, name) / self.num_updates for name in _PARTS_OF_TIME},
-            "ms": 1e3 * row.seconds / self.num_updates,
-            "share": row.seconds / self.seconds,
-            "flops": row.flops / self.num_updates,
+            "component": title,
+            **{f"{name}_ms": 1e3 * part / self.num_updates for name, part in parts.items()},
+            "ms": 1e3 * seconds / self.num_updates,
+            "share": seconds / self._seconds.total(),
+            "flops": flops / self.num_updates,
             "flops_per_second": rate,
             "share_of_limit": rate / self.limit,
         }

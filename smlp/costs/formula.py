@@ -73,19 +73,6 @@ def components(config: ModelConfig, num_tokens: int | None = None) -> list[Compo
     return parts
 
 
-def work_per_token(config: ModelConfig, num_tokens: int | None = None, causal: bool = False) -> dict[str, float]:
-    """Return the nominal multiply-adds of a token's forward pass by kind of work.
-
-    ``causal`` has no meaning for encoders, all of whose positions see each other.
-
-    Arguments are those of :func:`components` and :meth:`Component.nominal_work`.
-    """
-    total: Counter[str] = Counter()
-    for part in components(config, num_tokens):
-        total.update(part.nominal_work(num_tokens or config.max_tokens, causal and not config.is_bidirectional))
-    return dict(total)
-
-
 def flops_per_token(config: ModelConfig, num_tokens: int | None = None) -> float:
     """Return the nominal multiply-adds of a token's forward pass, in sequences of n (default T) tokens."""
     n = num_tokens or config.max_tokens
@@ -171,10 +158,14 @@ _PER_MULTIPLY_ADD = 2 * 3
 def training_work(config: ModelConfig, num_tokens: int | None = None) -> Mapping[str, float]:
     """Return the operations of both passes for each token in sequences of n (default T) tokens, by kind of work.
 
+    Of products over positions only the causal half counts, except in encoders, all of whose positions see each other.
+
     Raises:
         UserError: ``num_tokens`` is not in 1 .. T.
     """
-    work = work_per_token(config, num_tokens, causal=True)
+    work: Counter[str] = Counter()
+    for part in components(config, num_tokens):
+        work.update(part.nominal_work(num_tokens or config.max_tokens, causal=not config.is_bidirectional))
     return MappingProxyType({kind: _PER_MULTIPLY_ADD * flops for kind, flops in work.items()})
 
 

@@ -60,44 +60,28 @@ def check_weights(config: ModelConfig, world_size: int = 1) -> None:
     Raises:
         UserError: the message has the sizes.
     """
-    needed, present = _weight_bytes(config, world_size), memory_bytes()
-    if needed > present:
-        raise UserError(
-            f"the weights of this model take {needed / 2**30:,.0f} GiB, and this machine has a memory of "
-            f"{present / 2**30:,.0f} GiB ({_sizes(config)}, {config.vocab_size} symbols)"
-        )
-
-
-def _weight_bytes(config: ModelConfig, world_size: int) -> int:
-    """Return the bytes of one rank's weights in float32."""
-    own = parameters(config, world_size)
-    return 4 * (own.expert_per_rank + own.other)
-
-
-def _sizes(config: ModelConfig) -> str:
-    return (
-        f"--embed-dim {config.embed_dim}, --ffn-dim {config.ffn_dim}, {config.num_layers} layers, a context of "
-        f"{config.max_tokens} tokens"
-    )
+    _check(config, world_size, is_trained=False)
 
 
 def check_training(config: ModelConfig, world_size: int = 1) -> None:
     """Refuse to train on a CPU a model whose weights, gradients and moments of Adam take more memory than there is.
 
-    Args:
-        config: the model.
-        world_size: ranks over which the experts are spread.
-
-    Raises:
-        UserError: the message has the sizes.
+    Arguments and errors are those of :func:`check_weights`.
     """
-    weights, present = _weight_bytes(config, world_size), memory_bytes()
-    total = 4 * weights  # weight, gradient and two moments
-    if total > present:
+    _check(config, world_size, is_trained=True)
+
+
+def _check(config: ModelConfig, world_size: int, is_trained: bool) -> None:
+    own = parameters(config, world_size)
+    weights, present = 4 * (own.expert_per_rank + own.other), memory_bytes()  # in float32
+    needed = 4 * weights if is_trained else weights  # weight, gradient and two moments
+    if needed > present:
+        more = f", with gradients and moments of Adam {needed / 2**30:,.0f} GiB" if is_trained else ""
+        symbols = "" if is_trained else f", {config.vocab_size} symbols"
         raise UserError(
-            f"the weights of this model take {weights / 2**30:,.0f} GiB, with gradients and moments of Adam "
-            f"{total / 2**30:,.0f} GiB, and this machine has a memory of {present / 2**30:,.0f} GiB "
-            f"({_sizes(config)})"
+            f"the weights of this model take {weights / 2**30:,.0f} GiB{more}, and this machine has a memory of "
+            f"{present / 2**30:,.0f} GiB (--embed-dim {config.embed_dim}, --ffn-dim {config.ffn_dim}, "
+            f"{config.num_layers} layers, a context of {config.max_tokens} tokens{symbols})"
         )
 
 

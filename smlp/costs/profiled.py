@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from smlp.config import ModelConfig
-from smlp.costs.breakdown import Costs, costs_of_trace
+from smlp.costs.breakdown import costs_of_trace
 from smlp.costs.formula import num_masked
 from smlp.costs.recording import recording, trace_of, update_range
 from smlp.moe.experts import expert_parameters
@@ -35,8 +36,8 @@ class Measured:
 
     #: seconds of each update without a profiler
     seconds: list[float]
-    #: seconds of as many updates with a profiler, which slows them down
-    costs: Costs
+    #: :func:`costs_of_trace` of as many updates with a profiler, which slows them down
+    costs: dict[str, Any]
 
 
 def measure(

@@ -31,8 +31,8 @@ class SlowBackward(torch.autograd.Function):
         return grad
 
 
-def costs_with_a_slow_rank() -> dict[str, dict[str, float]]:
-    """Seconds of the stages of an update where rank 1 is slow in its first block, and in the backward pass of the last
+def costs_with_a_slow_rank() -> dict[str, dict[str, dict[str, float]]]:
+    """Costs of the stages of an update where rank 1 is slow in its first block, and in the backward pass of the last
     sparse layer's experts."""
     ranks = connect(4, timeout=timedelta(seconds=20))
     original = profiled.model_of
@@ -47,7 +47,7 @@ def costs_with_a_slow_rank() -> dict[str, dict[str, float]]:
     profiled.model_of = slowed
     name, small = ARCHS["smlp"]
     config = preset(name, **small)
-    return profiled.measure(config, ranks, 2, 1, torch.device("cpu")).costs.layers
+    return profiled.measure(config, ranks, 2, 1, torch.device("cpu")).costs["layers"]
 
 
 def costs_command_of_a_launcher(port: int, arguments: list[str], size: int | None = None) -> str:
