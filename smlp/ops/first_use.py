@@ -8,13 +8,16 @@ Letters: ``B`` sequences, ``n`` tokens (n <= T), ``h`` heads, ``c`` features of 
 
 from __future__ import annotations
 
-import functools
 import warnings
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 from smlp.ops.tolerances import SHARE, largest_share
+
+#: whether the kernels passed the check, by device, dtype and whether there is a gate
+_believed: dict[Hashable, bool] = {}
 
 #: n, T, h and c of the check: several tiles in each direction, the last ones ragged
 _SIZES = (300, 304, 2, 48)
@@ -24,15 +27,18 @@ _NUM_SEQS = (3, 16)
 
 def fused_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate_Bnhc: Tensor | None) -> Tensor | None:
     """Compute :func:`smlp.ops.causal_spatial_projection` by Triton's kernels; return None if they fail the check."""
-    if not _pass_check(x_Bnhc.device, x_Bnhc.dtype, gate_Bnhc is not None):
+    kind = (x_Bnhc.device, x_Bnhc.dtype, gate_Bnhc is not None)
+    believed = _believed.get(kind)
+    if believed is None:
+        believed = _believed[kind] = _check(x_Bnhc.device, x_Bnhc.dtype, gate_Bnhc is not None)
+    if not believed:
         return None
     from smlp.ops.triton_spatial import FusedProjection
 
     return FusedProjection.apply(x_Bnhc, weight_hTT, bias_hT, gate_Bnhc)
 
 
-@functools.cache
-def _pass_check(device: torch.device, dtype: torch.dtype, with_gate: bool) -> bool:
+def _check(device: torch.device, dtype: torch.dtype, with_gate: bool) -> bool:
     """Return whether outputs and gradients of the kernels are right; warn if not."""
     try:
         with torch.inference_mode(False), torch.no_grad():
