@@ -278,7 +278,7 @@ def check_recorded(args: Namespace, path: str | Path) -> None:
     Raises:
         UserError: a value cannot be one.
     """
-    for name, fits in _OPTIONS.items():
+    for name, fits in TAKEN_OVER.items():
         value = getattr(args, name, None)
         if not fits(value) and (value is not None or (name == "model_kwargs" and hasattr(args, name))):
             raise UserError(f"{path} is damaged: it was trained with --{name.replace('_', '-')} {value!r:.99}")
@@ -288,8 +288,8 @@ def _are(kinds: type | tuple[type, ...]) -> Callable[[Any], bool]:
     return lambda values: isinstance(values, list | tuple) and all(isinstance(value, kinds) for value in values)
 
 
-#: what an evaluation takes over from a training, and whether a value can be such an option
-_OPTIONS: dict[str, Callable[[Any], bool]] = {
+#: what an evaluation takes over from a training unless it is given, and whether a value can be such an option
+TAKEN_OVER: dict[str, Callable[[Any], bool]] = {
     "model": lambda value: isinstance(value, str),
     "model_kwargs": lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
     "img_size": lambda value: isinstance(value, int),
