@@ -228,33 +228,22 @@ def load_weights(
     if missing or other:
         what = f"lacks {missing[0]}" if missing else f"has {other[0]}, which the model lacks"
         raise UserError(f"{path} belongs to another model than {args.model}: it {what}")
-    for name, tensor in own.items():
-        if tensor.shape != state[name].shape:
-            shapes = tuple(state[name].shape), tuple(tensor.shape)
-            converts = isinstance(model, ImageModel) and can_change_resolution(model.config)
-            raise UserError(_misfit(checkpoint, path, args, name, *shapes, converts=converts))
+    if misfits := [name for name, tensor in own.items() if tensor.shape != state[name].shape]:
+        trained, name, converts = getattr(checkpoint.get("args"), "img_size", None), misfits[0], False
+        if isinstance(model, ImageModel) and not getattr(args, "change_resolution", True):
+            converts = can_change_resolution(model.config)
+        if trained is not None and args.img_size not in (None, trained):
+            what = f"was trained on images of {trained} pixels, --img-size is {args.img_size}:"
+            remedies = "give the size of its training", "give --change-resolution to convert its weights"
+        else:
+            shapes = tuple(state[name].shape), tuple(own[name].shape)
+            what = f"does not fit {args.model}: {name} has the shape {shapes[0]}, the model's is {shapes[1]};"
+            remedies = (
+                "give the --model-kwargs of its training",
+                "if only the image size differs, give --change-resolution",
+            )
+        raise UserError(f"{path} {what} {remedies[converts]}")
     model.load_state_dict(state)
-
-
-def _misfit(
-    checkpoint: dict[str, Any],
-    path: str,
-    args: Namespace,
-    name: str,
-    found: tuple[int, ...],
-    wanted: tuple[int, ...],
-    converts: bool,
-) -> str:
-    """Return the sentence for a tensor of another shape; ``converts`` says whether we can change its resolution."""
-    trained = getattr(checkpoint.get("args"), "img_size", None)
-    converts = converts and not getattr(args, "change_resolution", True)
-    if trained is not None and args.img_size not in (None, trained):
-        remedy = "give --change-resolution to convert its weights" if converts else "give the size of its training"
-        return f"{path} was trained on images of {trained} pixels, --img-size is {args.img_size}: {remedy}"
-    remedy = "give the --model-kwargs of its training"
-    if converts:
-        remedy = "if only the image size differs, give --change-resolution"
-    return f"{path} does not fit {args.model}: {name} has the shape {found}, the model's is {wanted}; {remedy}"
 
 
 def trained_with(checkpoint: dict[str, Any], path: str | Path) -> Namespace:
