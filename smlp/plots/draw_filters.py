@@ -57,7 +57,11 @@ def draw_filters(
     limit = float(np.nanquantile(np.abs(cells), _COLOURED)) or 1.0
     placed = _panels(figure, len(indices), columns)
     for place, (index, panels) in enumerate(zip(indices, placed, strict=True)):
-        image = _draw_matrix(panels[0], layer, cells[place], step, numbers[index], limit)
+        image = _draw_cells(panels[0], layer, cells[place], step, limit)
+        share = numbers[index].toeplitz_share
+        shown = "no weights" if share is None else f"Toeplitz share {share:.4f}"
+        panels[0].set_title(f"{layer.unit} {index}: {shown}", fontsize=9)
+        panels[0].set_xlabel("input position j (tokens)", fontsize=8)
         _draw_rows(panels[1], layer, layer.weight(index))
         panels[2].plot(_positions(layer), layer.bias(index), color=LINES[0], linewidth=0.9)
         panels[2].set_xlabel("position i (tokens)", fontsize=8)
@@ -117,16 +121,6 @@ def block_means(weight_TT: np.ndarray, step: int, is_causal: bool = True) -> np.
 
 def _positions(layer: SpatialLayer) -> np.ndarray:
     return layer.first_position + np.arange(layer.size)
-
-
-def _draw_matrix(
-    axes: Axes, layer: SpatialLayer, cells: np.ndarray, step: int, numbers: FilterNumbers, limit: float
-) -> AxesImage:
-    image = _draw_cells(axes, layer, cells, step, limit)
-    share = "no weights" if numbers.toeplitz_share is None else f"Toeplitz share {numbers.toeplitz_share:.4f}"
-    axes.set_title(f"{layer.unit} {numbers.index}: {share}", fontsize=9)
-    axes.set_xlabel("input position j (tokens)", fontsize=8)
-    return image
 
 
 def _draw_cells(axes: Axes, layer: SpatialLayer, cells: np.ndarray, step: int, limit: float) -> AxesImage:
