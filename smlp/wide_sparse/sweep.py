@@ -377,8 +377,7 @@ def _draw(record: dict[str, Any], errors: dict[str, dict[int, float]], path: Pat
             places += xs
     if max(places) > 8 * min(places):
         axes.set_xscale("log")
-    axes.set_xlabel(AXES[record["x"]])
-    axes.set_ylabel("validation error (%)")
+    axes.set(xlabel=AXES[record["x"]], ylabel="validation error (%)")
     axes.grid(alpha=0.3, linewidth=0.6)
     legend(axes, frameon=False)
     save(figure, path)
