@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from smlp.errors import UserError
-from smlp.plots.draw_routing import evenly
 from smlp.plots.drawing import DIVERGING, NOTHING, new_figure, save
 
 _TOKEN_UNITS = re.compile(r"blocks\.(\d+)\.mlp_tokens\.fc1\.weight")
@@ -131,8 +130,10 @@ def draw_image_units(state: Mapping[str, torch.Tensor], name: str, out: Path, fi
         files.append(_mosaic(_signed(units[paired_order(units)]), title, path))
     if gates:
         blocks = sorted(gates)
-        chosen = [blocks[place] for place in evenly(len(blocks), NUM_GATES)]
-        tokens = evenly(len(gates[chosen[0]]), _ROWS_OF_A_GATE)
+        places = np.linspace(0, len(blocks) - 1, min(NUM_GATES, len(blocks))).round().astype(int)
+        chosen = [blocks[place] for place in places]
+        side = gates[chosen[0]].shape[-1]
+        tokens = np.linspace(0, side * side - 1, min(_ROWS_OF_A_GATE, side * side)).round().astype(int)
         shown = np.concatenate([_signed(gates[block][tokens]) for block in chosen])
         title = (
             f"{name}: rows of the spatial gates of blocks {', '.join(map(str, chosen))}, from top to bottom, for the "
