@@ -165,8 +165,7 @@ def draw_attention(found: AttentionMap, model_name: str) -> Figure:
     for end in np.flatnonzero(np.array(found.text.ids[:-1]) == Vocabulary.eos) + 0.5:
         axes.axhline(end, color="white", linewidth=0.5)
         axes.axvline(end, color="white", linewidth=0.5)
-    axes.set_xlabel("token that is seen")
-    axes.set_ylabel("token that attends")
+    axes.set(xlabel="token that is seen", ylabel="token that attends")
     bar = figure.colorbar(image, ax=axes, shrink=0.8, aspect=30, pad=0.01)
     bar.set_label("largest weight", fontsize=9)
     bar.ax.tick_params(labelsize=8)

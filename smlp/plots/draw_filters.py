@@ -57,7 +57,11 @@ def draw_filters(
     limit = float(np.nanquantile(np.abs(cells), _COLOURED)) or 1.0
     placed = _panels(figure, len(indices), columns)
     for place, (index, panels) in enumerate(zip(indices, placed, strict=True)):
-        image = _draw_matrix(panels[0], layer, cells[place], step, numbers[index], limit)
+        image = _draw_cells(panels[0], layer, cells[place], step, limit)
+        share = numbers[index].toeplitz_share
+        shown = "no weights" if share is None else f"Toeplitz share {share:.4f}"
+        panels[0].set_title(f"{layer.unit} {index}: {shown}", fontsize=9)
+        panels[0].set_xlabel("input position j (tokens)", fontsize=8)
         _draw_rows(panels[1], layer, layer.weight(index))
         panels[2].plot(_positions(layer), layer.bias(index), color=LINES[0], linewidth=0.9)
         panels[2].set_xlabel("position i (tokens)", fontsize=8)
@@ -117,16 +121,6 @@ def block_means(weight_TT: np.ndarray, step: int, is_causal: bool = True) -> np.
 
 def _positions(layer: SpatialLayer) -> np.ndarray:
     return layer.first_position + np.arange(layer.size)
-
-
-def _draw_matrix(
-    axes: Axes, layer: SpatialLayer, cells: np.ndarray, step: int, numbers: FilterNumbers, limit: float
-) -> AxesImage:
-    image = _draw_cells(axes, layer, cells, step, limit)
-    share = "no weights" if numbers.toeplitz_share is None else f"Toeplitz share {numbers.toeplitz_share:.4f}"
-    axes.set_title(f"{layer.unit} {numbers.index}: {share}", fontsize=9)
-    axes.set_xlabel("input position j (tokens)", fontsize=8)
-    return image
 
 
 def _draw_cells(axes: Axes, layer: SpatialLayer, cells: np.ndarray, step: int, limit: float) -> AxesImage:
@@ -190,8 +184,7 @@ def draw_layers(drawn: Sequence[tuple[SpatialLayer, FilterNumbers]], model_name:
         panels[1].set_xlim(panels[0].get_xlim())
         panels[1].set_xlabel(f"{np.abs(row_T).max():.2g}", fontsize=6, labelpad=1)
         for panel in panels:
-            panel.set_xticks([])
-            panel.set_yticks([])
+            panel.set(xticks=[], yticks=[])
     return figure
 
 
@@ -211,32 +204,29 @@ def draw_toeplitz(
         f"{model_name}\nhow much of each spatial filter depends on the distance alone",
     )
     axes = figure.add_subplot()
-    drawn: set[str] = set()
     for layer in layers:
         family = layer.kind.split(" ")[0]
         marker, colour = _MARKERS[family]
         shares = [each.toeplitz_share for each in numbers[layer.layer] if each.toeplitz_share is not None]
         across = layer.layer + (np.linspace(-0.25, 0.25, len(shares)) if len(shares) > 1 else np.zeros(len(shares)))
-        label = None if family in drawn else f"{layer.kind}, one for each {layer.unit}"
+        label = f"{layer.kind}, one for each {layer.unit}"
         axes.plot(across, shares, marker, color=colour, markersize=4.5, linestyle="none", label=label, alpha=0.85)
-        drawn.add(family)
         mean, std = random_toeplitz_share(layer.size, layer.is_causal)
-        band = None if "random" in drawn else "random matrix: mean ± 2 standard deviations"
         axes.fill_between(
             [layer.layer - 0.5, layer.layer + 0.5],
             max(mean - 2 * std, mean / 4),
             mean + 2 * std,
             color="0.6",
             linewidth=0,
-            label=band,
+            label="random matrix: mean ± 2 standard deviations",
         )
-        drawn.add("random")
     axes.set_yscale("log")
     axes.set_ylim(axes.get_ylim()[0] / 1.5, 1.3)
-    axes.set_xlabel("layer, counted from 0")
-    axes.set_ylabel("Toeplitz share of the energy\n(1: a convolution; log scale)")
+    axes.set(xlabel="layer, counted from 0", ylabel="Toeplitz share of the energy\n(1: a convolution; log scale)")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both", linewidth=0.5)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    handles, labels = axes.get_legend_handles_labels()
+    named = dict(zip(labels, handles, strict=True))  # one for all layers
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     return figure

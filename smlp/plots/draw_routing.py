@@ -134,13 +134,10 @@ def draw_features(counts: FeatureCounts, model_name: str, text: str) -> Figure:
     map_axes, side = figure.subplots(1, 2, width_ratios=[3.2, 1])
     _draw_map(map_axes, shares_HE[features].T, 1.0, "share of the sequences")
     label_ticks(map_axes, "y", [str(expert) for expert in experts], most=40, fontsize=8)
-    map_axes.set_xlabel("feature, by the expert to which it goes most often")
-    map_axes.set_ylabel("expert")
+    map_axes.set(xlabel="feature, by the expert to which it goes most often", ylabel="expert")
     side.hist(agreement_H, bins=np.linspace(0, 1, 21), color="0.65")
     side.axvline(1 / num_experts, color="black", linestyle=(0, (4, 2)), linewidth=1, label="at random")
-    side.set_xlim(0, 1)
-    side.set_xlabel("agreement of two sequences")
-    side.set_ylabel("features")
+    side.set(xlim=(0, 1), xlabel="agreement of two sequences", ylabel="features")
     side.legend(fontsize=8, frameon=False)
     return figure
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,9 @@ OKABE_ITO = {
 #: colours of three lines; they also differ in brightness
 LINES = (OKABE_ITO["blue"], OKABE_ITO["orange"], OKABE_ITO["black"])
 _DPI = 120
+_POINTS = 72  # per inch
 _TITLE_SIZE = 11  # points
+_LINE_HEIGHT = 1.2 * _TITLE_SIZE / _POINTS  # of a title, in inches
 _MARGIN = 0.3  # total space to the left and right of a title, in inches
 
 
@@ -71,9 +73,9 @@ def new_figure(width: float, height: float, title: str) -> Figure:
     check_matplotlib()
     from matplotlib.figure import Figure
 
-    lines = broken(title, width - _MARGIN, _TITLE_SIZE)
+    lines = broken(title, width - _MARGIN)
     added = len(lines) - len(title.split("\n"))
-    figure = Figure(figsize=(width, height + added * line_height(_TITLE_SIZE)), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=(width, height + added * _LINE_HEIGHT), dpi=_DPI, layout="constrained")
     figure.suptitle("\n".join(lines), fontsize=_TITLE_SIZE, parse_math=False)
     return figure
 
@@ -127,18 +129,21 @@ def label_ticks(axes: Axes, axis: str, names: Sequence[str], most: int, **text: 
     getattr(axes, f"set_{axis}ticks")(ticks, [names[tick] for tick in ticks], parse_math=False, **text)
 
 
-_POINTS = 72  # per inch
-
-
-def broken(title: str, width: float, size: float) -> list[str]:
+def broken(title: str, width: float) -> list[str]:
     """Return a title with lines wider than ``width`` broken between words; needs matplotlib.
 
     Args:
         title: of one or several lines.
         width: in inches; words wider than that are cut in two.
-        size: of the letters, in points.
     """
-    inches = _ruler(size)
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextToPath
+
+    measure, font = TextToPath(), FontProperties(size=_TITLE_SIZE)
+
+    def inches(line: str) -> float:
+        return measure.get_text_width_height_descent(line, font, ismath=False)[0] / _POINTS
+
     lines: list[str] = []
     for paragraph in title.split("\n"):
         line = ""
@@ -154,21 +159,3 @@ def broken(title: str, width: float, size: float) -> list[str]:
             line = longer
         lines.append(line)
     return lines
-
-
-def line_height(size: float) -> float:
-    """Return the height of a line of letters of ``size`` points, in inches."""
-    return 1.2 * size / _POINTS
-
-
-def _ruler(size: float) -> Callable[[str], float]:
-    """Return a function that measures the width of a line of letters of ``size`` points, in inches."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import TextToPath
-
-    measure, font = TextToPath(), FontProperties(size=size)
-
-    def inches(line: str) -> float:
-        return measure.get_text_width_height_descent(line, font, ismath=False)[0] / _POINTS
-
-    return inches

@@ -31,12 +31,9 @@ def diagonal_sums(weight_TT: np.ndarray, is_causal: bool = True) -> tuple[np.nda
         weight_TT: a matrix.
         is_causal: whether only its lower triangle counts, so that D is T.
     """
-    size = weight_TT.shape[0]
-    rows, columns, diagonal = _diagonals(size, is_causal)
+    rows, columns, diagonal = _diagonals(weight_TT.shape[0], is_causal)
     weights = weight_TT[rows, columns].astype(np.float64)
-    num_diagonals = _num_diagonals(size, is_causal)
-    sums = np.bincount(diagonal, weights, num_diagonals)
-    return sums, np.bincount(diagonal, weights * weights, num_diagonals)
+    return np.bincount(diagonal, weights), np.bincount(diagonal, weights * weights)
 
 
 @functools.lru_cache(maxsize=2)
@@ -47,11 +44,6 @@ def _diagonals(size: int, is_causal: bool) -> tuple[np.ndarray, np.ndarray, np.n
         return rows, columns, rows - columns
     rows, columns = (places.ravel() for places in np.indices((size, size)))
     return rows, columns, rows - columns + size - 1
-
-
-def _num_diagonals(size: int, is_causal: bool) -> int:
-    """Return D."""
-    return size if is_causal else 2 * size - 1
 
 
 def _num_weights(size: int, is_causal: bool) -> float:
@@ -88,7 +80,7 @@ def random_toeplitz_share(size: int, is_causal: bool = True) -> tuple[float, flo
     ``Beta(D/2, (n-D)/2)``, whose standard deviation is returned.
     """
     n = _num_weights(size, is_causal)
-    mean = _num_diagonals(size, is_causal) / n
+    mean = (size if is_causal else 2 * size - 1) / n
     return mean, math.sqrt(mean * (1 - mean) / (n / 2 + 1))
 
 
@@ -100,10 +92,8 @@ def half_energy_distance(weight_TT: np.ndarray, is_causal: bool = True) -> int |
     _, squares = diagonal_sums(weight_TT, is_causal)
     if squares.sum() == 0:
         return None
-    if not is_causal:
-        size = weight_TT.shape[0]
-        ahead, squares = squares[: size - 1], squares[size - 1 :].copy()
-        squares[1:] += ahead[::-1]
+    size = weight_TT.shape[0]
+    squares = np.bincount(np.abs(np.arange(size - len(squares), size)), squares)  # of both directions together
     return int(np.searchsorted(squares.cumsum(), squares.sum() / 2))
 
 

@@ -76,8 +76,7 @@ def token_units(state: Mapping[str, torch.Tensor]) -> dict[int, np.ndarray]:
         match = _TOKEN_UNITS.fullmatch(name)
         if not match or int(match[1]) > first_mixing or f"blocks.{match[1]}.orders.0.index" in state:
             continue
-        if tensor.dim() == 2 and _side(tensor.size(1)):
-            side = _side(tensor.size(1))
+        if tensor.dim() == 2 and (side := _side(tensor.size(1))):
             found[int(match[1])] = tensor.float().numpy().reshape(-1, side, side)
     return found
 
@@ -161,18 +160,14 @@ def _mosaic(tiles: np.ndarray, title: str, path: Path, columns: int = _UNITS_IN_
     count, height, width = tiles.shape[:3]
     columns = min(columns, count)
     rows = -(-count // columns)
-    canvas = np.full((rows * (height + 1) - 1, columns * (width + 1) - 1, *tiles.shape[3:]), np.nan)
+    between = float(NOTHING) if tiles.ndim == 4 else np.nan  # in both, the background's grey
+    canvas = np.full((rows * (height + 1) - 1, columns * (width + 1) - 1, *tiles.shape[3:]), between)
     for number, tile in enumerate(tiles):
         top, left = number // columns * (height + 1), number % columns * (width + 1)
         canvas[top : top + height, left : left + width] = tile
     figure = new_figure(_INCHES, 0.6 + _INCHES * canvas.shape[0] / canvas.shape[1], title)
     axes = figure.subplots()
-    if tiles.ndim == 4:
-        axes.imshow(np.where(np.isnan(canvas), float(NOTHING), canvas), interpolation="nearest")
-    else:
-        axes.set_facecolor(NOTHING)
-        axes.imshow(canvas, cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest")
-    axes.set_axis_on()
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set_facecolor(NOTHING)
+    axes.imshow(canvas, cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest")
+    axes.set(xticks=[], yticks=[])
     return save(figure, path)

@@ -166,26 +166,21 @@ def check_drawable(model: Stack, choice: Choice, has_data: bool, has_texts: bool
         has_data, has_texts: whether there are samples, and texts.
     """
     choice.check(model)
-    _refuse_nothing(model, has_data)
+    has_filters, has_experts = bool(spatial_layers(model)), model.config.num_sparse_layers > 0
+    if not has_filters and not (has_data and has_experts):
+        means = "without spatial weights, by self-attention for one"
+        if any(isinstance(module, TokenMixing) for module in model.modules()):
+            means = "by two matrices with an activation function between them (MLP-Mixer)"
+        reason = f"the model mixes tokens {means}, so that it has no spatial filters"
+        if has_experts:
+            raise UserError(f"{reason}: give --data to draw which tokens go to which of its experts")
+        raise UserError(f"{reason}, and it has no experts either: there is nothing to draw")
     if has_texts and not tiny_attention(model):
         raise UserError(
             "--text: the first half of the model's layers has no tiny attention (gmlp_attention_dim) to draw"
         )
-    if not spatial_layers(model) and not any(map(choice.has_layer, model.config.sparse_layer_indices())):
+    if not has_filters and not any(map(choice.has_layer, model.config.sparse_layer_indices())):
         raise UserError("no picture: no layer that --layers names has experts, and the model has no spatial filters")
-
-
-def _refuse_nothing(model: Stack, has_data: bool) -> None:
-    """Raise UserError, with the reason, if there is nothing to draw for this model."""
-    if spatial_layers(model) or (has_data and model.config.num_sparse_layers):
-        return
-    means = "without spatial weights, by self-attention for one"
-    if any(isinstance(module, TokenMixing) for module in model.modules()):
-        means = "by two matrices with an activation function between them (MLP-Mixer)"
-    reason = f"the model mixes tokens {means}, so that it has no spatial filters"
-    if model.config.num_sparse_layers:
-        raise UserError(f"{reason}: give --data to draw which tokens go to which of its experts")
-    raise UserError(f"{reason}, and it has no experts either: there is nothing to draw")
 
 
 def _absent(model: Stack, has_data: bool, has_texts: bool) -> list[str]:

@@ -228,33 +228,22 @@ def load_weights(
     if missing or other:
         what = f"lacks {missing[0]}" if missing else f"has {other[0]}, which the model lacks"
         raise UserError(f"{path} belongs to another model than {args.model}: it {what}")
-    for name, tensor in own.items():
-        if tensor.shape != state[name].shape:
-            shapes = tuple(state[name].shape), tuple(tensor.shape)
-            converts = isinstance(model, ImageModel) and can_change_resolution(model.config)
-            raise UserError(_misfit(checkpoint, path, args, name, *shapes, converts=converts))
+    if misfits := [name for name, tensor in own.items() if tensor.shape != state[name].shape]:
+        trained, name, converts = getattr(checkpoint.get("args"), "img_size", None), misfits[0], False
+        if isinstance(model, ImageModel) and not getattr(args, "change_resolution", True):
+            converts = can_change_resolution(model.config)
+        if trained is not None and args.img_size not in (None, trained):
+            what = f"was trained on images of {trained} pixels, --img-size is {args.img_size}:"
+            remedies = "give the size of its training", "give --change-resolution to convert its weights"
+        else:
+            shapes = tuple(state[name].shape), tuple(own[name].shape)
+            what = f"does not fit {args.model}: {name} has the shape {shapes[0]}, the model's is {shapes[1]};"
+            remedies = (
+                "give the --model-kwargs of its training",
+                "if only the image size differs, give --change-resolution",
+            )
+        raise UserError(f"{path} {what} {remedies[converts]}")
     model.load_state_dict(state)
-
-
-def _misfit(
-    checkpoint: dict[str, Any],
-    path: str,
-    args: Namespace,
-    name: str,
-    found: tuple[int, ...],
-    wanted: tuple[int, ...],
-    converts: bool,
-) -> str:
-    """Return the sentence for a tensor of another shape; ``converts`` says whether we can change its resolution."""
-    trained = getattr(checkpoint.get("args"), "img_size", None)
-    converts = converts and not getattr(args, "change_resolution", True)
-    if trained is not None and args.img_size not in (None, trained):
-        remedy = "give --change-resolution to convert its weights" if converts else "give the size of its training"
-        return f"{path} was trained on images of {trained} pixels, --img-size is {args.img_size}: {remedy}"
-    remedy = "give the --model-kwargs of its training"
-    if converts:
-        remedy = "if only the image size differs, give --change-resolution"
-    return f"{path} does not fit {args.model}: {name} has the shape {found}, the model's is {wanted}; {remedy}"
 
 
 def trained_with(checkpoint: dict[str, Any], path: str | Path) -> Namespace:
@@ -278,7 +267,7 @@ def check_recorded(args: Namespace, path: str | Path) -> None:
     Raises:
         UserError: a value cannot be one.
     """
-    for name, fits in _OPTIONS.items():
+    for name, fits in TAKEN_OVER.items():
         value = getattr(args, name, None)
         if not fits(value) and (value is not None or (name == "model_kwargs" and hasattr(args, name))):
             raise UserError(f"{path} is damaged: it was trained with --{name.replace('_', '-')} {value!r:.99}")
@@ -288,8 +277,8 @@ def _are(kinds: type | tuple[type, ...]) -> Callable[[Any], bool]:
     return lambda values: isinstance(values, list | tuple) and all(isinstance(value, kinds) for value in values)
 
 
-#: what an evaluation takes over from a training, and whether a value can be such an option
-_OPTIONS: dict[str, Callable[[Any], bool]] = {
+#: what an evaluation takes over from a training unless it is given, and whether a value can be such an option
+TAKEN_OVER: dict[str, Callable[[Any], bool]] = {
     "model": lambda value: isinstance(value, str),
     "model_kwargs": lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
     "img_size": lambda value: isinstance(value, int),

@@ -455,8 +455,7 @@ def _draw(curves: dict[str, dict[int, list[float]]]) -> Figure:
         if found[0].half is not None:
             lows, highs = [one.low for one in found], [one.high for one in found]
             axes.fill_between(epochs, lows, highs, color=colour, alpha=0.2, linewidth=0)  # type: ignore[arg-type]
-    axes.set_xlabel("epochs")
-    axes.set_ylabel("top-1 (%)")
+    axes.set(xlabel="epochs", ylabel="top-1 (%)")
     axes.grid(alpha=0.3, linewidth=0.6)
     legend(axes, frameon=False)
     return figure

@@ -60,18 +60,9 @@ def said_by_timm(options: str) -> Iterator[None]:
     """
     try:
         yield
-    except (
-        AssertionError,
-        AttributeError,
-        IndexError,
-        KeyError,
-        OverflowError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except (AssertionError, AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"timm does not take {options}: {type(error).__name__} {one_line(error)}".rstrip()) from None
 
 

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from smlp.errors import NaNError, UserError
 from smlp.launch.team import Team
 from smlp.vision.checkpoints import (
+    TAKEN_OVER,
     at_resolution,
     create_model,
     image_config,
@@ -28,20 +29,6 @@ from smlp.vision.checkpoints import (
 )
 from smlp.vision.data import evaluation_loader, open_split, said_by_timm, warn_of_unread
 from smlp.vision.image_options import check_images
-
-#: options of a training that an evaluation of its checkpoint takes over unless they are given
-_TAKEN_OVER = (
-    "model",
-    "num_classes",
-    "input_size",
-    "img_size",
-    "in_chans",
-    "model_kwargs",
-    "mean",
-    "std",
-    "crop_pct",
-    "interpolation",
-)
 
 
 @torch.no_grad()
@@ -119,10 +106,9 @@ def model_of(args: Namespace, checkpoint: dict[str, Any] | None = None) -> nn.Mo
     trained = trained_with(checkpoint, args.checkpoint) if is_recorded else Namespace()
     is_same = args.model in (None, getattr(trained, "model", None))
     others = (() if is_same else ("model_kwargs",)) + (() if args.img_size is None else ("input_size",))
-    for name in (name for name in _TAKEN_OVER if name not in others):
+    for name in (name for name in TAKEN_OVER if name not in others):
         if getattr(args, name, None) in (None, {}, ""):
             setattr(args, name, getattr(trained, name, getattr(args, name, None)))
-    args.classes = getattr(trained, "classes", None)
     if args.num_classes is None:
         args.num_classes = checkpoint["state_dict"].get("head.bias", torch.empty(0)).numel() or None
     args.pretrained, args.drop, args.drop_path = False, None, None

@@ -24,7 +24,8 @@ TOKEN_MIXINGS = ("shared", "untied", "grouped", "views")
 POOLS = ("mean", "cls")
 ACTIVATIONS = ("gelu", "gelu_tanh")
 
-
+_SIZES = ("img_size", "patch_size", "in_chans", "embed_dim", "num_layers", "token_dim", "ffn_dim", "token_groups")
+_SIZES_OR_ZERO = ("num_classes", "mixed_tokens", "mlp_width", "mlp_hidden")
 #: settings that some kinds of blocks have
 _OF_BLOCKS = {
     "token_mixing": ("mixer",),
@@ -90,21 +91,12 @@ class ImageConfig:
         steps = self.pyramid.items() if isinstance(self.pyramid, Mapping) else self.pyramid
         object.__setattr__(self, "pyramid", tuple(sorted((int(layer), int(tokens)) for layer, tokens in steps)))
         check_choices(self)
-        sizes = (
-            "img_size",
-            "patch_size",
-            "in_chans",
-            "embed_dim",
-            "num_layers",
-            "token_dim",
-            "ffn_dim",
-            "token_groups",
-        )
-        for name in sizes:
+        for name in _SIZES:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        check_most(self, (*sizes, "num_classes", "mixed_tokens", "mlp_width", "mlp_hidden"))
+        for name in _SIZES_OR_ZERO:
+            require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+        check_most(self, (*_SIZES, *_SIZES_OR_ZERO))
         require(self.num_layers <= MOST_LAYERS, f"num_layers must be at most {MOST_LAYERS:,}, got {self.num_layers}")
-        require(self.num_classes >= 0, f"num_classes must not be negative, got {self.num_classes}")
         require(
             self.img_size % self.patch_size == 0,
             f"img_size={self.img_size} must be a multiple of patch_size={self.patch_size}",
@@ -117,11 +109,8 @@ class ImageConfig:
         require(0 < self.mask_density <= 1, f"mask_density must be above 0 and at most 1, got {self.mask_density}")
         for name, kinds in _OF_BLOCKS.items():
             value = getattr(self, name)
-            if name in ("mixed_tokens", "mlp_width", "mlp_hidden"):
-                require(value >= 0, f"{name} must not be negative, got {value}")
-            default = next(field.default for field in dataclasses.fields(self) if field.name == name)
             require(
-                self.block in kinds or value == default,
+                self.block in kinds or value == getattr(type(self), name),  # a default is an attribute of the class
                 f"{name}={value} is for block={' or '.join(kinds)}, not {self.block}",
             )
         if self.block == "gmlp":

@@ -108,8 +108,8 @@ def read_sweep(path: Path) -> Sweep:
         UserError: an entry is missing, unknown or of another type, or two points are the same.
     """
     section = Section("", read_yaml(path), path)
-    title, paper, data = section.text("title", path.stem), section.text("paper", ""), section.text("data")
-    x, seeds = section.text("x", "width", AXES), read_seeds(section)
+    title, paper = section.text("title") or path.stem, section.text("paper") or ""
+    data, x, seeds = section.text("data"), section.text("x", "width", AXES) or "", read_seeds(section)
     connections, similarity = section.count("connections"), section.text("similarity")
     options = option_words(section, "options", section.text("options", ""), _OF_POINTS)
     series: dict[str, list[str]] = {}
@@ -140,15 +140,7 @@ def read_sweep(path: Path) -> Sweep:
         raise UserError(f"{path}: data and at least two points are needed")
     if similarity is not None and len(series.get(similarity, ())) != 1:
         raise section.error("similarity", f"must name a series with exactly one point, got {similarity!r}")
-    return Sweep(
-        title or path.stem,
-        paper or "",
-        x or "",
-        connections,
-        similarity,
-        Comparison(data, options, models, seeds),
-        series,
-    )
+    return Sweep(title, paper, x, connections, similarity, Comparison(data, options, models, seeds), series)
 
 
 def run_sweep(
@@ -385,8 +377,7 @@ def _draw(record: dict[str, Any], errors: dict[str, dict[int, float]], path: Pat
             places += xs
     if max(places) > 8 * min(places):
         axes.set_xscale("log")
-    axes.set_xlabel(AXES[record["x"]])
-    axes.set_ylabel("validation error (%)")
+    axes.set(xlabel=AXES[record["x"]], ylabel="validation error (%)")
     axes.grid(alpha=0.3, linewidth=0.6)
     legend(axes, frameon=False)
     save(figure, path)

@@ -86,17 +86,7 @@ def table_text(rows: Iterable[Row], with_paper: bool) -> str:
     if with_paper:
         printed = [["model", "settings", "quantity", "formula", "paper", "difference", "  note"]]
         for one in paper_rows():
-            share = one.ours / one.paper - 1
-            printed.append(
-                [
-                    one.model,
-                    one.settings,
-                    one.quantity,
-                    f"{one.ours:.4g}",
-                    f"{one.paper:.4g}",
-                    f"{share:+.1%}",
-                    one.note,
-                ]
-            )
+            numbers = [f"{one.ours:.4g}", f"{one.paper:.4g}", f"{one.ours / one.paper - 1:+.1%}"]
+            printed.append([one.model, one.settings, one.quantity, *numbers, one.note])
         parts.append(aligned(printed, 3))
     return "\n\n".join(parts) + "\n"

@@ -578,12 +578,12 @@ def test_a_backend_that_there_is_not_is_one_sentence():
 
 def test_titles_are_broken_between_words():
     pytest.importorskip("matplotlib")
-    assert broken("one line\nand  another", 6.0, 11) == ["one line", "and  another"]
+    assert broken("one line\nand  another", 6.0) == ["one line", "and  another"]
     words = [f"word{number}" for number in range(40)]
-    lines = broken(" ".join(words), 4.0, 11)
+    lines = broken(" ".join(words), 4.0)
     assert 4 < len(lines) < 10 and " ".join(lines).split(" ") == words
-    assert all(len(broken(line, 4.0, 11)) == 1 for line in lines)
-    cut_lines = broken("a " + "w" * 200 + " b", 4.0, 11)
+    assert all(len(broken(line, 4.0)) == 1 for line in lines)
+    cut_lines = broken("a " + "w" * 200 + " b", 4.0)
     assert cut_lines[0] == "a" and "".join(cut_lines) == "a" + "w" * 200 + " b" and cut_lines[-1].endswith(" b")
 
 
@@ -591,7 +591,7 @@ def test_a_figure_is_higher_by_the_lines_by_which_its_title_is_too_long():
     pytest.importorskip("matplotlib")
     short, long = new_figure(5.0, 3.0, "Two\nlines"), new_figure(5.0, 3.0, "word " * 40)
     assert short.get_size_inches().tolist() == [5.0, 3.0]
-    added = len(broken("word " * 40, 4.7, 11)) - 1
+    added = len(broken("word " * 40, 4.7)) - 1
     assert added >= 3 and long.get_size_inches()[1] == pytest.approx(3.0 + added * 1.2 * 11 / 72)
 
 
