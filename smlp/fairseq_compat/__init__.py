@@ -13,8 +13,8 @@ with which the ``smlp`` command runs fairseq's tools.
     profiling           --profile-updates: a trace and a table of some updates
     plateaus            validations without an improvement, counted on when a run resumes
 
-Each module below holds one group of remedies with their reasons. It changes only the names that it lists (by
-``replacing``), and leaves every other user of the same library function alone.
+Each module below holds one group of remedies with their reasons. It changes only the names that it lists, most of them
+by ``replacing``, and leaves every other user of the same library function alone.
 
     startup     imports that take seconds for nothing, threads beyond the cores, freed memory
     logs        silent tools, floods of warnings, errors in one line

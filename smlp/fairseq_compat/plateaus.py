@@ -24,13 +24,18 @@ def plateau_of(trainer: Any) -> dict[str, Any]:
 
 
 def restore_plateau(
-    trainer: Any, state: Mapping[str, Any], resets_schedule: bool, overrides: Mapping[str, Any] | None
+    trainer: Any,
+    state: Mapping[str, Any],
+    resets_count: bool,
+    resets_schedule: bool,
+    overrides: Mapping[str, Any] | None,
 ) -> None:
-    """Resume from what :func:`plateau_of` found, if the same number is measured on the same text.
+    """Resume from what :func:`plateau_of` found, if the metric and the name of the first split are the same.
 
     Args:
         trainer: that has loaded a checkpoint.
         state: the checkpoint's ``extra_state``; that of an older revision has no such entry.
+        resets_count: whether ``--patience`` begins anew.
         resets_schedule: whether the schedule of the rate begins anew.
         overrides: what replaces values of the optimizer. A rate among them stays as it is.
     """
@@ -38,15 +43,18 @@ def restore_plateau(
     if found.get("of") != _measured(trainer.cfg):
         return
     stopping = _stopping()
-    if trainer.cfg.checkpoint.patience > 0 and "num_runs" in found and stopping is not None:
+    counts = trainer.cfg.checkpoint.patience > 0 and not resets_count and {"best", "num_runs"} <= found.keys()
+    if counts and stopping is not None:
         stopping.best, stopping.num_runs = found["best"], found["num_runs"]
     schedule = _schedule(trainer)
     if schedule is None or "num_bad_epochs" not in found or resets_schedule:
         return
     schedule.num_bad_epochs = found["num_bad_epochs"]
-    batches, loss = state["train_iterator"], state.get("val_loss")
-    if batches["iterations_in_epoch"] == 0 and loss is not None and "lr" not in (overrides or {}):
+    batches, loss, rate = state["train_iterator"], state.get("val_loss"), trainer.get_lr()
+    if batches["iterations_in_epoch"] == 0 and loss is not None:
         trainer.lr_step(batches["epoch"] - 1, loss)
+        if "lr" in (overrides or {}):
+            trainer.optimizer.set_lr(rate)
 
 
 def validations_in_vain() -> int:

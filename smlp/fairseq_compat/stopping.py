@@ -62,7 +62,7 @@ def leave_if_done(trainer: Any) -> None:
     if most and num_updates >= most:
         why = f"has {num_updates} updates and --max-update is {most}"
     elif 0 < patience <= (count := validations_in_vain()):
-        why = f"has {count} validations in a row without an improvement and --patience is {patience}"
+        why = f"has not improved in {count} validation{'s' * (count > 1)} and --patience is {patience}"
     elif num_updates and 0 < hours < trainer._previous_training_time / 3600:  # the same on all ranks
         why = f"has trained for longer than --stop-time-hours {hours:g}"
     else:

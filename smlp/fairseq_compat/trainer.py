@@ -183,8 +183,7 @@ class SparseTrainer(Trainer):
             self.ema.update_freq_counter = self.get_num_updates() % max(self.cfg.ema.ema_update_freq, 1)
         if extra_state is not None and not reset_optimizer:
             warn_of_lost_updates(filename, self)
-            if not reset_meters:
-                restore_plateau(self, extra_state, reset_lr_scheduler, optimizer_overrides)
+            restore_plateau(self, extra_state, reset_meters, reset_lr_scheduler, optimizer_overrides)
         if self._optimizer is not None:
             check_constants(filename, self, self._asked_of_optimizer)
             check_moments(filename, self)

@@ -24,7 +24,7 @@ BY_PLATEAU = [
 
 EPOCH = 2  # updates of BY_PLATEAU
 ENDED = {
-    "patient_ended": ("has 3 validations in a row without an improvement and --patience is 3: there is nothing to", 4),
+    "patient_ended": ("has not improved in 3 validations and --patience is 3: there is nothing to train", 4),
     "time_ended": ("has trained for longer than --stop-time-hours 1e-09: there is nothing to train", 4 * EPOCH),
 }
 
@@ -58,23 +58,27 @@ def runs(tiny_data, tmp_path_factory: pytest.TempPathFactory, run_fairseq_many) 
 
 
 @pytest.mark.parametrize(
-    ("changes", "counts", "steps"),
+    ("changes", "counts", "bad_epochs", "steps"),
     [
-        ({}, 2, [(1, 3.5)]),
-        ({"metric": "ppl"}, 0, []),
-        ({"patience": -1}, 0, [(1, 3.5)]),
-        ({"overrides": {"lr": 0.1}}, 2, []),
-        ({"resets_schedule": True}, 2, []),
-        ({"val_loss": None}, 2, []),
+        ({}, 2, 1, [(1, 3.5)]),
+        ({"metric": "ppl"}, 0, 0, []),
+        ({"patience": -1}, 0, 1, [(1, 3.5)]),
+        ({"resets_count": True}, 0, 1, [(1, 3.5)]),
+        ({"overrides": {"lr": 0.1}}, 2, 1, [(1, 3.5), 0.1]),
+        ({"resets_schedule": True}, 2, 0, []),
+        ({"val_loss": None}, 2, 1, []),
     ],
 )
-def test_only_what_still_holds_is_restored(monkeypatch, changes, counts, steps) -> None:
+def test_only_what_still_holds_is_restored(monkeypatch, changes, counts, bad_epochs, steps) -> None:
     def trainer(metric: str, patience: int) -> SimpleNamespace:
         checkpoint = SimpleNamespace(
             best_checkpoint_metric=metric, maximize_best_checkpoint_metric=False, patience=patience
         )
         cfg = SimpleNamespace(checkpoint=checkpoint, dataset=SimpleNamespace(valid_subset="valid,test"))
-        return SimpleNamespace(cfg=cfg, lr_step=lambda *step: taken.append(step))
+        optimizer = SimpleNamespace(set_lr=taken.append)
+        return SimpleNamespace(
+            cfg=cfg, lr_step=lambda *step: taken.append(step), get_lr=lambda: 0.1, optimizer=optimizer
+        )
 
     def stopping() -> None: ...
 
@@ -88,12 +92,14 @@ def test_only_what_still_holds_is_restored(monkeypatch, changes, counts, steps) 
         "train_iterator": {"epoch": 2, "iterations_in_epoch": 0},
         "val_loss": changes.get("val_loss", 3.5),
     }
-    stopping.best, stopping.num_runs = 9.0, 0
+    stopping.best, stopping.num_runs, schedule.num_bad_epochs = 9.0, 0, 0
     resumed = trainer(changes.get("metric", "loss"), changes.get("patience", 3))
-    plateaus.restore_plateau(resumed, state, changes.get("resets_schedule", False), changes.get("overrides"))
-    assert (plateaus.validations_in_vain(), taken) == (counts, steps)
-    plateaus.restore_plateau(resumed, {}, False, None)  # of an older revision
-    assert (plateaus.validations_in_vain(), taken) == (counts, steps)
+    resets = (changes.get(name, False) for name in ("resets_count", "resets_schedule"))
+    plateaus.restore_plateau(resumed, state, *resets, changes.get("overrides"))
+    found = (plateaus.validations_in_vain(), schedule.num_bad_epochs, taken)
+    assert found == (counts, bad_epochs, steps)
+    plateaus.restore_plateau(resumed, {}, False, False, None)  # of an older revision
+    assert found == (plateaus.validations_in_vain(), schedule.num_bad_epochs, taken)
 
 
 def rates(run: Finished) -> dict[str, str]:
