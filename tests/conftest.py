@@ -102,7 +102,8 @@ def run_fairseq_many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calla
     A case is ``{"tool": "train", "args": [...]}`` with, if wanted, ``ranks`` (processes, as torchrun would start them),
     ``file_size_limit`` (bytes the process may write to one file), ``record`` (a folder for what
     :mod:`recording` keeps of each rank), ``samples`` (a file for the sequences of every update), ``fault`` (see
-    :mod:`faults`), ``environment`` (more variables), ``folder`` (to be in) and ``timeout`` in seconds.
+    :mod:`faults`), ``environment`` (more variables), ``folder`` (to be in), ``timeout`` in seconds, and
+    ``args_of_last``, in place of ``args`` on the last rank.
     """
     log = tmp_path_factory.mktemp("forks") / "server.log"
     with log.open("w") as errors, start_python(HELPERS / "fairseq_forks.py", stderr=errors) as server:

@@ -151,6 +151,8 @@ def check_is_ours(state: Any, path: str | Path) -> None:
     if not isinstance(options, Mapping) or embedding is None:
         name = options.get("_name") if isinstance(options, Mapping) else getattr(options, "arch", None)
         raise UserError(f"{path} holds another kind of model ({name}), not one of smlp's")
+    if not str(options.get("_name")).isprintable():
+        raise UserError(f"{path} is damaged: its architecture is {options['_name']!r:.60}")
     for name, tensor in state["model"].items():
         if not hasattr(tensor, "shape") or not isinstance(name, str):
             raise UserError(f"{path} is damaged: it has {tensor!r:.40} as {name}, which is not a tensor")

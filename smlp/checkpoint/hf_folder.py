@@ -15,7 +15,7 @@ from smlp.checkpoint.load import bytes_of, tokenizer_of
 from smlp.checkpoint.opened import Checkpoint, fit_problems
 from smlp.config import all_settings
 from smlp.config.presets import FROM_TASK
-from smlp.errors import UserError
+from smlp.errors import UserError, one_line
 from smlp.files import plain_name, read_text
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES, Vocabulary
 
@@ -44,7 +44,8 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
     is_encoder = kind == MODEL_TYPES[True]
     weights = _weights(folder)
     if others := sorted(name for name in weights if not name.startswith(_CORE)):
-        print(f"smlp: warning: {folder}: left out, as no part of the model: {', '.join(others)[:200]}", file=sys.stderr)
+        left_out = one_line(", ".join(others)[:200])
+        print(f"smlp: warning: {folder}: left out, as no part of the model: {left_out}", file=sys.stderr)
     model = {
         PREFIXES[is_encoder] + name.removeprefix(_CORE): tensor
         for name, tensor in weights.items()
@@ -56,7 +57,10 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
     state = new_state(cfg, model, [new_history(cfg, num_updates)])
     for problem in progress_problems(state, path):
         raise UserError(problem)
-    check_is_ours(state, path)
+    try:
+        check_is_ours(state, folder)
+    except UserError as error:
+        raise UserError(str(error).replace(PREFIXES[is_encoder], _CORE)) from None  # the names in the files
     names = (DICTIONARY, *TOKENIZER_FILES)
     files: dict[str, HeldTensor | LazyTensor] = {
         name: bytes_of(folder / name) for name in names if (folder / name).is_file()
@@ -120,11 +124,12 @@ def _training_options(options: Mapping[str, Any], is_encoder: bool, path: Path) 
 
 def _weights(folder: Path) -> dict[str, LazyTensor]:
     """Return the tensors of one file, or of several by their index."""
+    found: dict[str, Any] | None = None
     if (folder / WEIGHTS).is_file():
         files = {WEIGHTS}
     elif (folder / INDEX).is_file():
         found = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or not found:
             raise UserError(f"{folder / INDEX} is damaged: it has no weight_map")
         files = {plain_name(name, str(folder / INDEX)) for name in found.values()}
     else:
@@ -135,7 +140,10 @@ def _weights(folder: Path) -> dict[str, LazyTensor]:
             raise UserError(f"{folder} lacks {name}, which {INDEX} names")
         header, start = safetensors_header(folder / name)
         header.pop("__metadata__", None)
-        tensors |= stored_tensors(folder / name, header, start)
+        held = stored_tensors(folder / name, header, start)
+        tensors |= held if found is None else {key: value for key, value in held.items() if found.get(key) == name}
+    if missing := sorted((found or {}).keys() - tensors.keys()):
+        raise UserError(f"{folder / INDEX} is damaged: {found[missing[0]]} lacks {missing[0]}")
     return tensors
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import secrets
@@ -92,6 +93,9 @@ class ExpertIndex:
         for part in parts:
             if not name_below(part.file, f"the index of experts in {path}").startswith(f"{PARTS_FOLDER}/"):
                 raise UserError(f"the index of experts in {path} names {part.file}, which is not in {PARTS_FOLDER}/")
+        for file, count in collections.Counter(part.file for part in parts).items():
+            if count > 1:
+                raise UserError(f"the index of experts in {path} names {file} for {count} parts")
         # a damaged index may hold any num_experts, so no list of that length is made
         if held != list(range(len(held))) or len(held) != index.num_experts:
             listed = f"experts {held}" if len(held) <= _SHOWN else f"{len(held)} experts"
@@ -165,7 +169,7 @@ def remove_unused_parts(save_dir: str | Path, among: set[Path] | None = None) ->
     """Delete the parts that no checkpoint (``*.pt``) in a folder refers to.
 
     They belong to checkpoints that were deleted or overwritten, or to a run that was killed while it saved. If any
-    checkpoint cannot be read, nothing is deleted.
+    checkpoint cannot be read, or the folder of the parts is a link, nothing is deleted.
 
     Args:
         save_dir: the folder.
@@ -176,6 +180,9 @@ def remove_unused_parts(save_dir: str | Path, among: set[Path] | None = None) ->
     if among is not None:  # an index may name any folder, so those outside are left
         present &= among
     if not present:
+        return
+    if (save_dir / PARTS_FOLDER).is_symlink():
+        logger.warning(f"unused files of experts are kept: {save_dir / PARTS_FOLDER} is a link, others may use them")
         return
     used = set()
     for checkpoint in save_dir.glob("*.pt"):

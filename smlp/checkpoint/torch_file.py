@@ -24,10 +24,10 @@ import pickle
 import struct
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ _ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
 _PADDING_ID = 0x4246  # extra field with which torch also aligns records
 _MOST_VALUES = 10_000_000  # most values in a file; a list that is referenced twice counts twice
 _MOST_BITS = 1024  # of a whole number
+_MOST_DIMS = 64  # of a tensor, as in torch
+_ROOM = 8  # bytes that may be made from one byte of the file by calling classes, or by views of its records
+_CODED = ("latin1", "latin-1")  # how bytes become text in older formats of pickle
 _STORAGES = {
     dtype: f"{kind}Storage"
     for dtype, kind in zip(
@@ -57,10 +60,12 @@ _DTYPES = {name: dtype for dtype, name in _STORAGES.items()}
 _PLAIN = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
+    ("collections", "Counter"): collections.Counter,
     ("argparse", "Namespace"): argparse.Namespace,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
 }
+_EMPTY = collections.OrderedDict, argparse.Namespace  # their content follows
 
 
 class OtherClassError(UserError):
@@ -140,6 +145,8 @@ def _stored_records(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInf
         raise _Refused("compressed records")
     if sum(info.file_size for info in records) > path.stat().st_size:
         raise _Refused("records that are larger than the file")
+    if len({info.filename.partition("/")[2] for info in records}) < len(records):  # torch would read the other one
+        raise _Refused("two records of one name")
     return records
 
 
@@ -157,7 +164,8 @@ def _count_values(content: Any, counted: dict[int, int]) -> int:
     if id(content) not in counted:
         counted[id(content)] = _MOST_VALUES  # until the count is known: content that contains itself is refused
         held = vars(content) if isinstance(content, argparse.Namespace) else content
-        inner = [*held.keys(), *held.values()] if isinstance(held, Mapping) else held
+        inner = [*held.keys(), *held.values()] if isinstance(held, Mapping) else [*held]
+        inner += vars(content).values() if isinstance(content, collections.OrderedDict) else ()
         total = 1 + sum(_count_values(value, counted) for value in inner)
         if total > _MOST_VALUES:
             raise _Refused(f"more than {_MOST_VALUES:,} values")
@@ -178,37 +186,117 @@ def check_values(content: Any, path: str | Path) -> None:
 
 
 class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as the file demands
-    """An unpickler that makes plain values and lazy tensors, and nothing else."""
+    """An unpickler that makes plain values and lazy tensors, and nothing else.
+
+    Pickle can call anything with anything, and set attributes of what exists already. Here, classes are called only as
+    ``torch.save`` calls them, with arguments no larger than the file, and only a namespace is given attributes.
+    """
 
     def __init__(self, data: bytes, version: FileVersion, records: Mapping[str, zipfile.ZipInfo]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._version, self._records = version, records
+        self._room = _ROOM * len(data)
+        self._room_of_views = _ROOM * version.stamp[1] + 16 * PIECE_BYTES
+        self._flat: dict[StoredTensor, Tensor] = {}
         self._held: dict[Any, HeldTensor] = {}
 
     def persistent_load(self, reference: tuple) -> _Storage:
         kind, dtype, key, _location, numel = reference
-        assert kind == "storage"
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str or type(numel) is not int:
+            raise _Refused("a tensor without a record")
         return _Storage(key, dtype, numel)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
-        if module == "torch._utils" and name == "_rebuild_tensor_v2":
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return self._tensor
-        if module == "torch._utils" and name == "_rebuild_parameter":
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
             return lambda tensor, *_: tensor
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if name == "bytearray":  # torch would make one of any size
+        if module in ("builtins", "__builtin__") and name == "set":
+            return lambda values: set(map(_key, values))
+        if (module, name) == ("_codecs", "encode"):
+            return _bytes_of
+        if name == "bytearray" or module.partition(".")[0] == "torch":  # which torch would call with anything
             raise _Refused(f"{module}.{name}")
         raise _OtherClass(f"{module}.{name}")
 
+    def _call(self, made: Any, arguments: tuple) -> Any:
+        """Return what a class or function makes of arguments, which together may not be larger than the file."""
+        self._room -= sum(len(value) for value in arguments if isinstance(value, Collection))
+        if self._room < 0:
+            raise _Refused("values that are referred to too often")
+        if arguments and (made in _EMPTY or (made is collections.Counter and type(arguments[0]) is not dict)):
+            raise _Refused(f"a {made.__name__} of something")
+        return made(*arguments)
+
+    def _reduce(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], arguments)
+
+    def _build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if type(made) is argparse.Namespace and type(state) is dict and all(type(name) is str for name in state):
+            vars(made).update(state)
+        elif type(made) is collections.OrderedDict and type(state) is dict and state.keys() <= {"_metadata"}:
+            vars(made).update(state)  # versions of the modules of a state dict
+        else:
+            raise _Refused("an object with attributes")
+
+    def _set_items(self, items: Sequence[Any]) -> None:
+        if not isinstance(self.stack[-1], dict):
+            raise _Refused("items of something else than a dictionary")
+        self.stack[-1].update((_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True))
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def _make_dict(self) -> None:
+        items = self.pop_mark()
+        self.append({})
+        self._set_items(items)
+
+    def _extend(self, values: Sequence[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise _Refused("values appended to something else than a list")
+        self.stack[-1].extend(values)
+
+    def _add_to_set(self) -> None:
+        values = self.pop_mark()
+        if type(self.stack[-1]) is not set:
+            raise _Refused("values added to something else than a set")
+        self.stack[-1].update(map(_key, values))
+
+    def _refuse(self) -> None:
+        raise _Refused("an instruction that torch.save does not write")
+
+    dispatch: ClassVar = {
+        **pickle._Unpickler.dispatch,
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _reduce,  # class.__new__(class, *arguments): for plain classes, the same
+        pickle.BUILD[0]: _build,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: lambda self: self._set_items(self.pop_mark()),
+        pickle.DICT[0]: _make_dict,
+        pickle.APPEND[0]: lambda self: self._extend([self.stack.pop()]),
+        pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
+        pickle.ADDITEMS[0]: _add_to_set,
+        pickle.FROZENSET[0]: lambda self: self.append(frozenset(map(_key, self.pop_mark()))),
+        **dict.fromkeys((pickle.PERSID[0], pickle.INST[0], pickle.OBJ[0], pickle.NEWOBJ_EX[0]), _refuse),
+        **dict.fromkeys((pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0], pickle.BYTEARRAY8[0]), _refuse),
+    }
+
     def _tensor(self, storage: _Storage, start: int, shape: Sequence[int], stride: Sequence[int], *_: Any) -> Any:
+        if not isinstance(storage, _Storage) or len(shape) != len(stride) or len(shape) > _MOST_DIMS:
+            raise _Refused("a tensor without a shape")
         shape, stride = tuple(shape), tuple(stride)
         numbers, itemsize = (start, *shape, *stride), storage.dtype.itemsize
-        if len(shape) != len(stride) or not all(type(number) is int and number >= 0 for number in numbers):
+        if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
             raise _Refused("a tensor without a shape")
         numel = math.prod(shape)
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if numel else 0
@@ -221,9 +309,14 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         if numel == 0 or stride == _contiguous(shape) or all(size == 1 for size in shape):
             return StoredTensor(self._version, offset, storage.dtype, shape)
         view = storage, start, shape, stride
-        if view not in self._held:  # it is loaded once, however often the file refers to it
-            flat = StoredTensor(self._version, offset, storage.dtype, (span,)).load()
-            self._held[view] = HeldTensor(flat.as_strided(shape, stride))
+        if view not in self._held:  # a record is loaded once, however many views of it the file has
+            self._room_of_views -= numel * itemsize
+            if self._room_of_views < 0:
+                raise _Refused("too many tensors in the same records")
+            source = StoredTensor(self._version, self._begin_of(record), storage.dtype, (held // itemsize,))
+            if source not in self._flat:
+                self._flat[source] = source.load()
+            self._held[view] = HeldTensor(self._flat[source].as_strided(shape, stride, start))
         return self._held[view]
 
     def _begin_of(self, record: zipfile.ZipInfo) -> int:
@@ -232,6 +325,22 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
             file.seek(record.header_offset)
             header = file.read(_LOCAL_HEADER.size)
         return record.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
+
+
+def _key(value: Any) -> Any:
+    """Return a key of a dictionary. Others are refused: of numbers, equal hashes can be chosen, and n take n² steps."""
+    if isinstance(value, (str, bytes)) or value is None:
+        return value
+    if isinstance(value, int) and abs(value) < sys.hash_info.modulus:
+        return value
+    raise _Refused("a key that is neither text nor a number of 60 bits")
+
+
+def _bytes_of(text: str, coding: str) -> bytes:
+    """Return bytes that were written as text."""
+    if type(text) is not str or coding not in _CODED:
+        raise _Refused("text in an encoding")
+    return text.encode("latin-1")
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

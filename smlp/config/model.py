@@ -135,7 +135,9 @@ class MoEConfig:
             f"centroid_init_gain must be positive and below {MOST_INIT:g}, got {self.centroid_init_gain}",
         )
         for name in ("capacity_factor", "eval_capacity_factor", "load_balance_weight", "router_z_weight"):
-            require(0 <= getattr(self, name) < math.inf, f"{name} must be at least 0, got {getattr(self, name)}")
+            require(
+                0 <= getattr(self, name) < math.inf, f"{name} must be at least 0 and finite, got {getattr(self, name)}"
+            )
         for name in ("router_jitter", "base_warmup", "base_offset_rate", "loss_free_rate"):
             require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), got {getattr(self, name)}")
         require(0 <= self.router_freeze <= 1, f"router_freeze must be in [0, 1], got {self.router_freeze}")

@@ -7,11 +7,16 @@ import contextlib
 import copy
 import itertools
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from smlp.checkpoint.lazy import as_bytes
 from smlp.errors import UserError
+from smlp.fairseq_compat.divergence import tensors_in
 from smlp.fairseq_compat.replacing import replacing
 from smlp.files import regular_file
 from smlp.text.binarized import (
@@ -29,6 +34,7 @@ from smlp.text.tokenizer_files import SPECIAL_SYMBOLS, Vocabulary, check_mark
 #: and 1 s for their SHA-256 once they are read. Larger files are checked batch by batch.
 READ_AT_START = 1 << 30
 _OVERWRITE = " #fairseq:overwrite"
+_COMPARED = 64  # sequences of a text, by which ranks compare theirs
 _MOST_DIGITS = 18  # of a count, which numpy stores in 64 bits
 
 
@@ -290,3 +296,23 @@ def check_text(path: str | Path) -> None:
                 return
             offset += len(chunk)
             lines += chunk.count(b"\n")
+
+
+def check_same_text(dataset: Any, split: str) -> None:
+    """Refuse ranks that do not read the same text, of which each takes its part. A collective.
+
+    Args:
+        dataset: of fairseq.
+        split: its name, for the message.
+
+    Raises:
+        UserError: ranks have other numbers of sequences, or others in the same places.
+    """
+    places = range(0, len(dataset), max(1, len(dataset) // _COMPARED))
+    sequences = [as_bytes(tensor) for place in places for tensor in tensors_in(dataset[place])]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (len(dataset), zlib.crc32(b"".join(sequences))))
+    for rank, (size, content) in enumerate(found):
+        if (size, content) != found[0]:
+            what = f"{size:,} sequences where rank 0 has {found[0][0]:,}" if size != found[0][0] else "other sequences"
+            raise UserError(f"rank {rank} reads another text than rank 0 as {split}: it has {what}; compare their DATA")

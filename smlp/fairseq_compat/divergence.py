@@ -42,7 +42,7 @@ def diverged(trainer: Any, when: str, error: FloatingPointError) -> NaNError:
     if trainer.data_parallel_world_size > 1:
         when = f"rank {trainer.data_parallel_rank}, {when}"
     where = [damaged_weights(trainer.get_model()), *_found]
-    where = next((f", {place}" for place in where if place), "")
+    where = next((f", {place}" for place in where if place and place not in str(error)), "")
     if isinstance(error, NaNError):  # its message names the layer and the remedy
         return NaNError(f"{when}{where}: {error}")
     what = "gradients are not finite" if "gradients are" in str(error) else str(error).split(". ")[0]
@@ -58,6 +58,17 @@ def damaged_weights(model: nn.Module) -> str:
         if num_bad:
             return f"with {num_bad:,} of {parameter.numel():,} weights of {name} not finite"
     return ""
+
+
+def check_weights(trainer: Any) -> None:
+    """Refuse to save weights that are not finite: the loss of an update says nothing about what it has made of them.
+
+    Raises:
+        NaNError: the message names the first parameter that is not finite.
+    """
+    if place := damaged_weights(trainer.get_model()):
+        what = FloatingPointError(f"no checkpoint is written {place}")
+        raise diverged(trainer, f"after update {trainer.get_num_updates()}", what)
 
 
 class FirstNaN:

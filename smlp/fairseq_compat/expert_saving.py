@@ -25,7 +25,8 @@ from smlp.checkpoint.index import (
     remove_unused_parts,
 )
 from smlp.checkpoint.parts import detach, write_part
-from smlp.errors import ParallelError, UserError
+from smlp.errors import NaNError, ParallelError, UserError
+from smlp.fairseq_compat.divergence import check_weights
 from smlp.fairseq_compat.experts import SpreadExperts
 from smlp.fairseq_compat.replacing import replacing
 
@@ -40,6 +41,8 @@ def apply() -> None:
     @replacing(checkpoint_utils, "save_checkpoint")
     def save_checkpoint(save: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
         experts = getattr(trainer, "experts", None)
+        if experts is None and not cfg.no_save and getattr(trainer, "core", None) is not None:
+            check_weights(trainer)
         if experts is None or cfg.no_save:
             path = save(cfg, trainer, epoch_itr, val_loss)
             if path is not None:  # it may have replaced a checkpoint in parts
@@ -144,7 +147,10 @@ class ExpertSaving:
                     tensors[key] = tensor.to("cpu", torch.float32)
             file = part_file(self.trainer.get_num_updates(), token, layout.expert_ids)
             try:
+                check_weights(self.trainer)
                 written = write_part(folder, file, token, layout.expert_ids, tensors)
+            except NaNError as error:
+                written = str(error)
             except UserError as error:
                 written = f"rank {layout.rank}: {error}"
         answers = self._together(dist.all_gather_object, [None] * layout.world_size, written)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -35,6 +36,13 @@ _PAIRS = (
     ("adamax_betas", "(0.9, 0.999)", 1),
     ("lamb_betas", "(0.9, 0.999)", 1),
     ("adafactor_eps", "(1e-30, 1e-3)", math.inf),
+)
+_SHOWN = 3  # most options in a message
+#: options that each machine may have its own value of
+_OF_MACHINE = (
+    *("data", "user_dir", "save_dir", "restore_file", "finetune_from_model", "continue_once", "checkpoint_suffix"),
+    *("num_workers", "num_workers_valid", "data_buffer_size", "device_id", "nprocs_per_node", "heartbeat_timeout"),
+    *("log_file", "log_format", "log_interval", "tensorboard_logdir", "wandb_project", "profile_dir"),
 )
 _BACKENDS = ("legacy_ddp", "no_c10d", "pytorch_ddp", "c10d")
 
@@ -123,6 +131,29 @@ def _by_option(cfg: Any) -> dict[str, Any]:
         elif OmegaConf.is_dict(group):
             values |= OmegaConf.to_container(group)
     return values | {"lr_scheduler": getattr(cfg.lr_scheduler, "_name", None)}
+
+
+def check_same_on_all_ranks(cfg: Any) -> None:
+    """Refuse ranks that were started with different options: their copies of the model would drift apart. A collective.
+
+    Raises:
+        UserError: the message names the options, the rank and both values.
+    """
+    own = {
+        name: repr(value)
+        for name, value in _by_option(cfg).items()
+        if name not in _OF_MACHINE and not name.startswith("distributed_") and not name.endswith("_file")
+    }
+    options: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(options, own)
+    for rank, other in enumerate(options):
+        names = [name for name in sorted(own.keys() | other.keys()) if options[0].get(name) != other.get(name)]
+        if names:
+            shown = ", ".join(
+                f"--{name.replace('_', '-')} {other.get(name)} where rank 0 has {options[0].get(name)}"
+                for name in names[:_SHOWN]
+            )
+            raise UserError(f"rank {rank} has {shown}: start all ranks with the same options")
 
 
 def _check_given(cfg: Any) -> None:

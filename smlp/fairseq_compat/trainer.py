@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.masked_lm import MaskedLMTask
 from fairseq.trainer import Trainer
@@ -26,7 +27,7 @@ from smlp.errors import UserError
 from smlp.fairseq_compat.batches import batch_seeds, real_batches_last, seed_generators
 from smlp.fairseq_compat.changed_settings import check_constants, compare_optimizers, compare_with, constants
 from smlp.fairseq_compat.core import core_of
-from smlp.fairseq_compat.data import check_ids
+from smlp.fairseq_compat.data import check_ids, check_same_text
 from smlp.fairseq_compat.divergence import diverged
 from smlp.fairseq_compat.expert_saving import ExpertSaving
 from smlp.fairseq_compat.experts import adapt_optimizer, experts_of, norm_with_experts
@@ -50,7 +51,7 @@ from smlp.fairseq_compat.records import (
     digest_of,
     write_environment,
 )
-from smlp.fairseq_compat.settings import check_half_precision, check_settings
+from smlp.fairseq_compat.settings import check_half_precision, check_same_on_all_ranks, check_settings
 from smlp.fairseq_compat.speed import FLOPS, DataClock, log_speed, measured_rate, model_flops
 from smlp.fairseq_compat.startup import keep_freed_memory
 from smlp.fairseq_compat.stopping import leave_if_asked, stop_signals
@@ -112,6 +113,8 @@ class SparseTrainer(Trainer):
 
     def _settle(self, cfg: Any, model: nn.Module) -> None:
         """Refuse settings that cannot work, and choose the layout of gradients that experts need."""
+        if self._has_others():
+            check_same_on_all_ranks(cfg)
         if self.experts is not None:
             check_settings(cfg)
         if self.core is not None:
@@ -120,6 +123,11 @@ class SparseTrainer(Trainer):
                 # A flat copy of all parameters cannot distinguish experts, and its moments would fit no other layout.
                 cfg.common.fp16_no_flatten_grads = True
         check_half_precision(cfg, torch.cuda.is_available() and not cfg.common.cpu)
+
+    @staticmethod
+    def _has_others() -> bool:
+        """Return whether other ranks train, too; a trainer knows it only when it has been built."""
+        return dist.is_initialized() and dist.get_world_size() > 1
 
     def _build_ema(self) -> None:
         super()._build_ema()
@@ -220,6 +228,8 @@ class SparseTrainer(Trainer):
         stop_signals.prepare()
         self.task.trained_split = self.cfg.dataset.train_subset
         self.train_iterator = super().get_train_iterator(*args, **kw)
+        if self.core is not None and self._has_others():
+            check_same_text(self.train_iterator.dataset, self.task.trained_split)
         return self.train_iterator
 
     def get_valid_iterator(self, subset: str, disable_iterator_cache: bool = False) -> Any:

@@ -190,6 +190,26 @@ def test_parts_of_a_checkpoint_with_a_damaged_index_are_kept(parts: Path) -> Non
     assert sorted(parts.parent.glob("experts/*/*.pt")) == held
 
 
+def test_parts_behind_a_link_are_kept(parts: Path, tmp_path: Path, caplog) -> None:
+    """They may be those of another run, whose checkpoints are not seen."""
+    (other := tmp_path / "other").mkdir()
+    (other / "experts").symlink_to(parts.parent / "experts")
+    held = sorted(parts.parent.glob("experts/*/*.pt"))
+    remove_unused_parts(other)
+    assert held and sorted(parts.parent.glob("experts/*/*.pt")) == held
+    assert f"unused files of experts are kept: {other / 'experts'} is a link" in caplog.text
+
+
+def test_an_architecture_with_control_characters_is_refused(whole: Path, capsys) -> None:
+    """It would be printed, and could pass for another line."""
+    state = torch.load(whole)
+    state["cfg"]["model"]["_name"] = "smlp\x1b[31m\nwhole"
+    torch.save(state, whole)
+    for name in ("info", "verify"):
+        assert command(name, whole) == 1
+        assert r"is damaged: its architecture is 'smlp\x1b[31m\nwhole'" in "".join(capsys.readouterr())
+
+
 def _rewritten(path: Path, **records: bytes) -> None:
     """Writes the records of a file anew, compressed, some of them with other bytes."""
     with zipfile.ZipFile(path) as archive:

@@ -126,12 +126,16 @@ def test_foreign_parts_are_named(saved, changes, words) -> None:
         ({"num_experts": 5}, ["lists experts [0, 1, 2, 3], but there are 5"]),
         ({"parts": None}, ["index of experts", "damaged"]),
         ({"surprise": 1}, ["index of experts", "damaged", "surprise"]),
+        ({"one file": True}, ["index of experts", "names experts/", ".pt for 2 parts"]),
     ],
 )
 def test_an_unusable_index_is_named(saved, change, words) -> None:
     _, path, index = saved
+    plain = index.to_plain()
+    if change.pop("one file", False):
+        change["parts"] = [{**part, "file": plain["parts"][0]["file"]} for part in plain["parts"]]
     with pytest.raises(UserError) as caught:
-        ExpertIndex.from_plain({**index.to_plain(), **change}, path)
+        ExpertIndex.from_plain({**plain, **change}, path)
     assert all(word in str(caught.value) for word in [str(path), *words]), str(caught.value)
     assert ExpertIndex.from_plain(index.to_plain(), path) == index
 

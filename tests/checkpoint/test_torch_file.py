@@ -7,6 +7,9 @@ import collections
 import itertools
 import os
 import pickle
+import struct
+import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -146,6 +149,78 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, damage, words) -> N
         read_structure(path)
     assert all(word in str(caught.value) for word in [str(path), *words]), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+NAMESPACE = b"cargparse\nNamespace\n"
+TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n((X\7\0\0\0storagectorch\n%sStorage\nX\1\0\0\x000X\3\0\0\0cpuK\4tQ"
+
+
+def _text(value: str) -> bytes:
+    return b"X" + struct.pack("<i", len(value)) + value.encode()
+
+
+def _write_pickle(path: Path, instructions: bytes, again: bool = False) -> None:
+    """Write a file of torch.save with a crafted data.pkl."""
+    with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as archive:
+        warnings.simplefilter("ignore")  # of two records of one name
+        archive.writestr("archive/data.pkl", b"\x80\2" + instructions + b".")
+        for _ in range(1 + again):
+            archive.writestr("archive/data/0", bytes(16))
+
+
+@pytest.mark.parametrize(
+    ("instructions", "words"),
+    [
+        # attributes of a class, which is the whole process's
+        (NAMESPACE + b"N}" + _text("__init__") + b"Ns\x86b", "an object with attributes"),
+        # another shape, or file, for a tensor that has been checked
+        (TENSOR % b"Float" + b"K\0K\4\x85K\1\x85\x89NtR}" + _text("shape") + b"M\0\1\x85sb", "with attributes"),
+        (b"ccollections\nOrderedDict\n)R}" + _text("items") + b"Nsb", "an object with attributes"),
+        # keys of equal hash: n of them take n * n steps
+        (b"}(" + b"".join(pickle.dumps(n * sys.hash_info.modulus)[2:-1] + b"N" for n in (1, 2)) + b"u", "as? key"),
+        (b"}K\1\x85Ns", "a key"),
+        (b"\x8f(K\1\x85\x90", "a key"),
+        # a list that is written once and copied many times
+        (b"(" + b"K\1" * 1000 + b"tq\0" + b"ctorch\nSize\nh\0\x85R0" * 1000 + b"N", "referred to too often"),
+        (b"c_codecs\nencode\n(" + _text("x" * 9999) + b"q\0" + _text("latin1") + b"q\1tR"
+         + b"0c_codecs\nencode\n(h\0h\1tR" * 99, "referred to too often"),
+        # memory that no byte of the file stands for
+        (b"\x96" + struct.pack("<Q", 2 << 30), "an instruction that torch.save does not write"),
+        (b"c__builtin__\nbytearray\nJ" + struct.pack("<i", 2_000_000_000) + b"\x85R", "bytearray"),
+        (b"ccollections\nCounter\n(lK\1a\x85R", "a Counter of something"),
+        (b"(" + b"".join(TENSOR % b"Float" + b"K\0(J" + struct.pack("<i", 250_000 + n) + b"K\1t(K\0K\1t\x89NtR"
+                        for n in range(60)) + b"l", "too many tensors"),
+        (b"(" + TENSOR % b"Float" + b"K\0(" + b"K\1" * 65 + b"t(" + b"K\1" * 65 + b"t\x89NtR", "without a shape"),
+        (NAMESPACE + b")\x81]K\1a" + b"a", "something else than a list"),
+        (NAMESPACE + b")\x81K\1K\2s", "something else than a dictionary"),
+    ],
+)  # fmt: skip
+def test_instructions_that_do_more_than_make_values_are_refused(tmp_path: Path, instructions, words) -> None:
+    path = tmp_path / "file.pt"
+    _write_pickle(path, instructions)
+    with pytest.raises(UserError, match=rf"file\.pt holds .*{words}.*, which is not read"):
+        read_structure(path)
+    assert "__init__" in vars(argparse.Namespace) and argparse.Namespace.__init__ is not None
+
+
+def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    _write_pickle(path, b"N")
+    assert read_structure(path) is None
+    _write_pickle(path, b"N", again=True)  # torch reads the first, Python the last
+    with pytest.raises(UserError, match="two records of one name"):
+        read_structure(path)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_values_of_all_kinds_are_read(tmp_path: Path, protocol: int) -> None:
+    states = torch.nn.BatchNorm1d(3).state_dict()
+    plain = {"bytes": b"\0\xff", "set": {1, "a"}, "counts": collections.Counter(a=2), None: [], True: (), -1: 2**60}
+    plain["default"] = collections.defaultdict(None, a=[1])
+    torch.save({"plain": plain, "states": states}, tmp_path / "file.pt", pickle_protocol=protocol)
+    read = read_structure(tmp_path / "file.pt")
+    assert read["plain"] == plain
+    assert read["states"]._metadata == states._metadata and list(read["states"]) == list(states)
 
 
 def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:

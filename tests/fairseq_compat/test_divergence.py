@@ -20,6 +20,8 @@ OF_TORCH = ("fairscale", "torch.cuda.amp.", "torch/cuda/amp/", "super().__init__
 FAR = ["--lr", 1e30, "--clip-norm", 0]
 IN_UPDATE = r"update 2: gradients are not finite, first in the output of decoder\.core\.\S+; training has diverged: "
 IN_LAYER = r"update 2.*: layer \d \([st]MoE\): \d+ of \d+ tokens have NaN routing scores; .* diverged: lower --lr"
+OVERFLOWING = ["--lr", 1e39, "--max-update", 1]  # infinite in float32
+NOT_SAVED = r"no checkpoint is written with [\d,]+ of [\d,]+ weights of decoder\.core\.\S+ not finite; training has "
 #: architecture, ranks, options, and what each rank says
 DIVERGING = {
     "gmlp_lm": ("gmlp_lm", 1, FAR, IN_UPDATE),
@@ -35,17 +37,22 @@ DIVERGING = {
         [*FAR, "--validate-interval-updates", 1, "--max-update", 1],
         r"validation after update 1: the loss is nan; training has diverged: ",
     ),
+    # the loss of the last update is finite, what it makes of the weights is not
+    "saving": ("smlp", 1, OVERFLOWING, r"after update 1: " + NOT_SAVED),
+    "saving from two ranks": ("smlp", 2, OVERFLOWING, r"rank \d, after update 1: " + NOT_SAVED),
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tiny_data, tmp_path_factory, run_fairseq_many) -> dict:
-    cases = []
-    for arch, world, options, _ in DIVERGING.values():
+    cases, folders = [], tmp_path_factory.mktemp("diverging")
+    for name, (arch, world, options, _) in DIVERGING.items():
         case = command(tiny_data, arch, world, world if "dense" not in arch else 1, *options)
-        args = [argument for argument in case["args"] if argument != "--disable-validation"]
-        cases.append({**case, "args": [*args, "--save-dir", tmp_path_factory.mktemp("diverging")]})
-    return dict(zip(DIVERGING, run_fairseq_many(cases, timeout=180), strict=True))
+        args = [argument for argument in case["args"] if argument != "--disable-validation" or "saving" in name]
+        cases.append({**case, "args": [*args, "--save-dir", folders / name]})
+    runs = dict(zip(DIVERGING, run_fairseq_many(cases, timeout=180), strict=True))
+    assert not list(folders.rglob("checkpoint*.pt")), "no checkpoint has weights that are not finite"
+    return runs
 
 
 @pytest.mark.parametrize("name", DIVERGING)

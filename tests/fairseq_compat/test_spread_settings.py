@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -190,3 +192,33 @@ def test_the_position_in_an_epoch_follows_the_number_of_ranks(position, before, 
     state = {"epoch": 2, "iterations_in_epoch": position, "num_shards": before}
     assert for_other_ranks(state, after) == {**state, "iterations_in_epoch": want}
     assert for_other_ranks({"iterations_in_epoch": position}, after) == {"iterations_in_epoch": position}
+
+
+def test_ranks_that_were_started_differently_are_refused(tiny_data, tmp_path, run_fairseq_many) -> None:
+    """Otherwise each would train its own model, and only rank 0's would be saved."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny_data, other)
+    flipped = bytearray((tiny_data / "train.bin").read_bytes())
+    flipped[:2], flipped[2:4] = flipped[2:4], flipped[:2]
+    (other / "train.bin").write_bytes(flipped)
+    shorter = tmp_path / "shorter"
+    shutil.copytree(tiny_data, shorter)
+    for end in ("bin", "idx"):
+        shutil.copy(tiny_data / f"valid.{end}", shorter / f"train.{end}")
+    changed = {
+        r"--lr \[0.25\] where rank 0 has \[.*\], --seed 7 where rank 0 has \d+: start": (
+            *(tiny_data, "--lr", 0.25, "--seed", 7, "--num-workers", 0),
+        ),
+        "rank 1 reads another text than rank 0 as train: it has other sequences": (other,),
+        r"rank 1 reads another text than rank 0 as train: it has \d+ sequences where rank 0 has \d+": (shorter,),
+        "": (tiny_data, "--num-workers", 0),  # which may differ
+    }
+    cases = []
+    for number, (last, *options) in enumerate(changed.values()):
+        shared = ["smlp", 2, 2, "--max-update", 1, "--save-dir", tmp_path / f"saved {number}"]
+        case, of_last = command(tiny_data, *shared), command(last, *shared, *options)
+        cases.append({**case, "args_of_last": [str(argument) for argument in of_last["args"]]})
+    for words, run in zip(changed, run_fairseq_many(cases), strict=True):
+        for code, _, said in run.ranks:
+            assert code == bool(words) and re.search(words, said), said
+            assert "Traceback" not in said

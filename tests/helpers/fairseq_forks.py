@@ -90,7 +90,8 @@ def _fork(case: dict, rank: int, ranks: int, port: int, folder: Path) -> int:
             faults.prepare(case["fault"], rank)
         if case.get("file_size_limit"):
             resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_size_limit"],) * 2)
-        sys.argv = [f"fairseq-{case['tool']}", *case["args"]]
+        args = case.get("args_of_last", case["args"]) if rank == ranks - 1 else case["args"]
+        sys.argv = [f"fairseq-{case['tool']}", *args]
         runpy.run_module(f"fairseq_cli.{case['tool']}", run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as stop:

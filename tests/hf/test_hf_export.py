@@ -365,6 +365,25 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     assert "would lie outside its folder" in refused(capsys, "checkpoint", "import", folder, "-o", out)
     index.write_text(json.dumps({"weight_map": {"core.norm.bias": "gone.safetensors"}}))
     assert "lacks gone.safetensors" in refused(capsys, "checkpoint", "import", folder, "-o", out)
+    index.write_text(json.dumps({"weight_map": {}}))
+    assert "json is damaged: it has no weight_map" in refused(capsys, "checkpoint", "import", folder, "-o", out)
+    index.write_text(json.dumps({"weight_map": {"core.norm.bias": "other.safetensors"}}))
+    assert "other.safetensors lacks core.norm.bias" in refused(capsys, "checkpoint", "import", folder, "-o", out)
+    # a shard may hold an older copy of what the index says is in another
+    save_file({name: tensor * 0 for name, tensor in whole.items()}, folder / "stale.safetensors", {"format": "pt"})
+    save_file(whole | {"core.norm.bias": bias}, folder / "a.safetensors", {"format": "pt"})
+    places = dict.fromkeys([*whole, "core.norm.bias"], "a.safetensors") | {"core.norm.weight": "stale.safetensors"}
+    index.write_text(json.dumps({"weight_map": places}))
+    assert command("checkpoint", "import", folder, "-o", tmp_path / "shards.pt") == 0
+    weights = open_checkpoint(tmp_path / "shards.pt").state["model"]
+    for name, wanted in (whole | {"core.norm.bias": bias, "core.norm.weight": whole["core.norm.weight"] * 0}).items():
+        assert torch.equal(weights[f"decoder.{name}"].load(), wanted), name
+    save_file(whole | {"core.embedding.weight": torch.zeros(8)}, folder / "model.safetensors", {"format": "pt"})
+    said = refused(capsys, "checkpoint", "import", folder, "-o", out)
+    assert f"{folder} is damaged: core.embedding.weight has shape (8,)" in said
+    save_file(whole | {"core.norm.bias": bias, "a\n\x1b[1m": bias + 1}, folder / "model.safetensors", {"format": "pt"})
+    assert command("checkpoint", "import", folder, "-o", tmp_path / "odd name.pt") == 0
+    assert r"no part of the model: a\n\x1b[1m" in capsys.readouterr().err
     assert not out.exists() and not list(tmp_path.glob(".new*"))
     monkeypatch.setitem(sys.modules, "smlp.hf.export", None)
     assert "pip install -e '.[hf]'" in refused(capsys, "export", path, tmp_path / "x", "--hf")
