@@ -1,6 +1,6 @@
 """Compare the same models after different numbers of tokens: from when on is one ahead of another?
 
-    python scripts/compare_budgets.py --baseline gMLP --to docs/results/experts runs/compare/experts_*
+    python scripts/compare_budgets.py --baseline gMLP --to budgets runs/compare/experts_*
 
 Each folder is of ``smlp compare run`` with the same models and another token budget. Writes ``budgets.csv`` and a
 figure, and prints a table: how much higher the perplexity of each model is than the baseline's, seed by seed, after

@@ -116,11 +116,13 @@ def read_bytes(path: str | Path) -> bytes:
     """Return the content of a file, which may be a pipe (``<(command)`` in a shell) that something writes to.
 
     Raises:
-        OSError: it cannot be read, or is a pipe that nothing writes to.
+        OSError: it cannot be read, is a pipe that nothing writes to, or a device, which may never end.
     """
     with NamedFile(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        content = b""
-        if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+        content, mode = b"", os.fstat(file.fileno()).st_mode
+        if stat.S_ISCHR(mode) and not file.isatty():
+            raise OSError(errno.ENODEV, "it is a device", str(path))
+        if stat.S_ISFIFO(mode):
             content = file.read(1)  # None if a writer has not written yet
             if content == b"":
                 raise OSError(errno.EPIPE, "nothing writes to this pipe", str(path))

@@ -302,5 +302,7 @@ def test_an_error_of_a_file_that_is_read_names_it(tmp_path) -> None:
     with pytest.raises(IsADirectoryError) as caught:
         files.read_bytes(tmp_path)
     assert str(caught.value.filename) == str(tmp_path)
+    with pytest.raises(OSError, match="it is a device"):  # which need not end
+        files.read_bytes("/dev/zero")
     (tmp_path / "file").write_bytes(b"a\r\nb")
     assert files.read_bytes(str(tmp_path / "file")) == b"a\r\nb"

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from data_prep.fetch.download import DownloadFailed, NotThere, Patience, RemoteFile, download, from_json
 from data_prep.fetch.source import Listing, Source, is_checksum
-from data_prep.flow.streams import DamagedFile, compression_of, open_stream, read_json, suffix_of, write_bytes
+from data_prep.flow.streams import DamagedFile, compression_of, read_json, read_unpacked, suffix_of, write_bytes
 from smlp.errors import UserError
 
 KEPT = "listing.json"
@@ -168,8 +168,7 @@ def _text(url: str, folder: Path, patience: Patience) -> str:
     path = folder / name
     try:
         download(RemoteFile(url, name), path, patience)
-        with open_stream(path) as stream:
-            return stream.read().decode("utf-8")
+        return read_unpacked(path).decode("utf-8")
     except NotThere as error:
         raise _NotComplete(str(error)) from None
     except DownloadFailed as error:

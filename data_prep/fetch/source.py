@@ -218,6 +218,11 @@ def is_checksum(text: str, algorithm: str) -> bool:
     return re.fullmatch(f"[0-9a-fA-F]{{{_DIGITS[algorithm]}}}", text) is not None
 
 
+def _check_address(name: str, url: str) -> None:
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        raise _Wrong(f"{name!r} has a user name or a password, which records would show: leave it out")
+
+
 def _remote(row: dict[str, Any]) -> RemoteFile:
     known = {"url", "bytes", *ALGORITHMS}
     if unknown := set(row) - known:
@@ -230,6 +235,7 @@ def _remote(row: dict[str, Any]) -> RemoteFile:
         if not is_checksum(row[name], name):
             raise _Wrong(f"'files.{name}' must be {_DIGITS[name]} hexadecimal digits, not {row[name]!r}")
     _check_number("files.bytes", row.get("bytes", 0))
+    _check_address("files.url", row["url"])
     digests = [(algorithm, row[algorithm]) for algorithm in ALGORITHMS if algorithm in row]
     return RemoteFile(row["url"], "", row.get("bytes"), digests[0] if digests else None)
 
@@ -258,6 +264,8 @@ def _checked(source: Source) -> Source:
     if source.listing:
         one_of("listing.kind", source.listing.kind, LISTINGS)
         one_of("listing.algorithm", source.listing.algorithm, ALGORITHMS)
+        for name in ("url", "base"):
+            _check_address(f"listing.{name}", getattr(source.listing, name))
         try:
             re.compile(source.listing.pattern)
         except re.error as error:

@@ -20,7 +20,7 @@ from data_prep.flow.manifest import Counts, PartResult, is_whole, read_manifest,
 from data_prep.flow.options import cached_tokenizer, run_of, tokenizer_files, tokenizer_setting
 from data_prep.flow.parts import FilePart
 from data_prep.flow.running import Report, aligned, begin, note_files, run_parts
-from data_prep.flow.streams import DamagedFile, open_stream, write_bytes
+from data_prep.flow.streams import DamagedFile, read_unpacked, write_bytes
 from smlp.errors import UserError
 from smlp.text.squad import NO_ANSWER, SquadSplit
 from smlp.text.tokenizer import Tokenizer, check_characters
@@ -120,8 +120,7 @@ def read_questions(path: Path) -> Iterator[Question]:
         UserError: it is no JSON in SQuAD's form, or an answer is not in its context.
     """
     try:
-        with open_stream(path) as stream:
-            data = json.loads(stream.read())
+        data = json.loads(read_unpacked(path))
     except UserError:  # which is a ValueError
         raise
     except DamagedFile as error:

@@ -146,8 +146,9 @@ class _Lines:
         while True:
             start = self.offset
             try:
-                line = self._stream.readline(self._max_bytes + len(b"\r\n"))
+                line = self._stream.readline(self._max_bytes + len(b"\r\n") + (len(_BOM) if start == 0 else 0))
                 self.offset += len(line)
+                line = line.removeprefix(_BOM) if start == 0 else line
                 if len(line.removesuffix(b"\n").removesuffix(b"\r")) > self._max_bytes:
                     if not line.endswith(b"\n"):
                         self._skip_line()
@@ -158,8 +159,6 @@ class _Lines:
                 return
             if line == b"":
                 return
-            if start == 0 and line is not None:
-                line = line.removeprefix(_BOM)
             yield start, line
 
     def _skip_line(self) -> None:
@@ -180,11 +179,14 @@ def _json_lines(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterato
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8"))  # of bytes, it also reads surrogates
         except UnicodeDecodeError:
             yield Loss("not UTF-8")
             continue
-        except (ValueError, RecursionError):
+        except RecursionError:
+            yield Loss(f"nested deeper than {_MOST_LEVELS} levels")
+            continue
+        except ValueError:
             yield Loss("not JSON")
             continue
         if line.count(b"[") + line.count(b"{") > _MOST_LEVELS and _is_deeper(row, _MOST_LEVELS):
@@ -284,6 +286,11 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
             if file.metadata.num_rows:
                 yield Loss(f"no text in field {reading.text_field!r}", file.metadata.num_rows)
             return
+        if file.schema_arrow.names.count(reading.text_field) > 1:
+            yield Defect(f"several columns {reading.text_field!r}", str(part.path))
+            if file.metadata.num_rows:
+                yield Loss(f"several columns {reading.text_field!r}", file.metadata.num_rows)
+            return
         if not file.metadata.num_rows:
             yield Defect("no document in it", str(part.path))
         number = 0
@@ -293,9 +300,14 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
                 size = max(file.metadata.row_group(group).total_byte_size, 1)
                 at_once = max(1, min(_ROWS_AT_ONCE, _PARQUET_BYTES // size))
                 for batch in file.iter_batches(batch_size=at_once, row_groups=[group]):
-                    for row in _rows(batch):
-                        yield document_of_row(in_json(row, reading), number, part, reading)
-                        number += 1
+                    for rows in _bounded(batch, most := max(_PARQUET_BYTES, 2 * reading.max_bytes)):
+                        if rows.nbytes > most:  # few bytes of a file can mean millions of values
+                            yield Loss(too_long_for(reading))
+                            number += 1
+                            continue
+                        for row in _rows(rows):
+                            yield document_of_row(in_json(row, reading), number, part, reading)
+                            number += 1
         except (pyarrow.ArrowException, OSError) as error:
             _raise_if_of_disk(error, part.path)
             yield Loss("cut off by damage", file.metadata.num_rows - number)
@@ -309,10 +321,18 @@ def _raise_if_of_disk(error: Exception, path: Path) -> None:
         raise error
 
 
+def _bounded(batch: Any, most: int) -> Iterator[Any]:
+    """Yield a batch of pyarrow, or its rows one by one if together they have more bytes."""
+    whole = batch.nbytes <= most
+    yield from (batch,) if whole else (batch.slice(number, 1) for number in range(batch.num_rows))
+
+
 def _rows(batch: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of a batch of pyarrow; None stands for a value that Python cannot have."""
     try:
         rows = batch.to_pylist()
+    except MemoryError:
+        raise
     except Exception:  # OverflowError for a date, UnicodeDecodeError, UnknownTimeZoneError of pytz, ...
         rows = None
     yield from rows or ()

@@ -24,6 +24,7 @@ PARTIAL = ".partial"
 READ_BYTES = 1 << 20
 _STREAM_BYTES = 1 << 13  # compressed bytes at a time; what follows a stream in them is copied
 _ZSTD_BYTES = 1 << 10  # compressed bytes at a time; zeros can expand them to 32 MiB
+_LEAST_UNPACKED, _MOST_RATIO = 1 << 26, 100  # bytes of content that is read whole, and per byte of its file
 _GZIP_LEVEL = 4  # three times as fast as level 6; English text becomes 7 % larger
 _DAMAGE = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)  # of a damaged or truncated file
 _DECOMPRESSORS = {".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}
@@ -98,6 +99,21 @@ def open_stream(path: Path) -> BinaryIO:
     else:
         return _buffered(path)
     return io.BufferedReader(_Checked(raw, path), READ_BYTES)
+
+
+def read_unpacked(path: Path) -> bytes:
+    """Return the whole content of a file, decompressed.
+
+    Raises:
+        DamagedFile: it breaks off, is not what its name says, or unpacks to far more than text does.
+        UserError: as :func:`open_stream`.
+    """
+    with open_stream(path) as stream:
+        most = max(_LEAST_UNPACKED, _MOST_RATIO * path.stat().st_size)
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise DamagedFile(f"{path}: {path.stat().st_size:,} bytes unpack to more than {most:,}")
+    return content
 
 
 def _buffered(path: Path) -> io.BufferedReader:

@@ -115,6 +115,8 @@ def _explained(message: str, vocab_size: int) -> str:
     too_large = re.search(r"too high \(\d+\)\. Please set it to a value <= (\d+)", message)
     if too_large:
         return f"vocabulary size {vocab_size} is too large: the training text has only {too_large.group(1)} pieces"
+    if "sentences_.empty()" in message:  # SentencePiece leaves out longer lines
+        return "there is nothing to train on: every paragraph of the text is empty or above 65,536 bytes"
     return f"vocabulary of size {vocab_size} cannot be trained: {message}"
 
 

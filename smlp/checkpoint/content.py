@@ -150,6 +150,9 @@ def check_is_ours(state: Any, path: str | Path) -> None:
     embedding = embedding_name(state["model"])
     if not isinstance(options, Mapping) or embedding is None:
         name = options.get("_name") if isinstance(options, Mapping) else getattr(options, "arch", None)
+        for prefix in PREFIXES:
+            if any(str(key).startswith(prefix) for key in state["model"]) and embedding is None:
+                raise UserError(f"{path} is damaged: it lacks {prefix}{_EMBEDDING}")
         raise UserError(f"{path} holds another kind of model ({name}), not one of smlp's")
     if not str(options.get("_name")).isprintable():
         raise UserError(f"{path} is damaged: its architecture is {options['_name']!r:.60}")

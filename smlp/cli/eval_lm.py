@@ -14,6 +14,7 @@ from smlp.cli.json_file import STDOUT, check_not_read, check_outputs, remove_out
 from smlp.cli.numbers import whole
 from smlp.cli.options import add_model_options, add_spread_option, add_team_options, as_team
 from smlp.cli.progress import BatchesProgress
+from smlp.config.model import MOST_CAPACITY_FACTOR
 from smlp.errors import UserError
 from smlp.evaluation import BREAK_MODES, DOCUMENTS
 
@@ -133,8 +134,9 @@ def check_options(args: argparse.Namespace) -> None:
         if getattr(args, name) not in choices:
             raise UserError(f"{_option(name)} must be one of {', '.join(choices)}, got {getattr(args, name)!r}")
     factor = args.eval_capacity_factor
-    if factor is not None and not 0 <= factor < float("inf"):
-        raise UserError(f"--eval-capacity-factor must be at least 0, got {factor}")
+    if factor is not None and not 0 <= factor <= MOST_CAPACITY_FACTOR:
+        most = f"{MOST_CAPACITY_FACTOR:,}"
+        raise UserError(f"--eval-capacity-factor must be at least 0 and at most {most}, got {factor}")
     folders = args.data.split(":") if args.data else []
     manifests = (os.path.join(folder, "manifest.json") for folder in folders)
     check_not_read([args.text, *manifests], json=args.json, per_document=args.per_document)

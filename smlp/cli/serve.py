@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import ipaddress
 import logging
+import math
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +33,7 @@ Texts of several requests are written side by side. What requests may say: docs/
 """
 _KEY = "SMLP_API_KEY"
 _SECONDS_TO_END = 5
+_SECONDS_QUIET = 60
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_SECONDS_TO_END)
     )
     logging.getLogger("uvicorn.error").addFilter(_is_no_cancelled_request)
+    logging.getLogger("asyncio").addFilter(_Full())
     try:
         with _signals_that_only_end(server):
             print(f"{name} at http://{shown}:{port}/ (API: http://{shown}:{port}/v1)", flush=True)
@@ -124,6 +128,20 @@ def _checked_key(given: str | None) -> str | None:
 def _is_no_cancelled_request(record: logging.LogRecord) -> bool:
     """Tell whether a line of uvicorn's log is to be shown: not of requests that the end of the server cuts off."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+class _Full(logging.Filter):
+    """Says once in a while that no connection can be opened; asyncio prints thousands of tracebacks a second."""
+
+    _next = -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith("socket.accept() out of system resource"):
+            return True
+        record.msg, record.args, record.exc_info = "no more connections can be opened: see ulimit -n", (), None
+        is_due = time.monotonic() >= self._next
+        self._next = time.monotonic() + _SECONDS_QUIET if is_due else self._next
+        return is_due
 
 
 def _uvicorn() -> Any:

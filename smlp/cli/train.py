@@ -111,7 +111,8 @@ def train(arguments: list[str]) -> int:
     @contextlib.contextmanager
     def prepared(cfg: Any) -> Iterator[None]:
         if added and cfg.distributed_training.distributed_rank == 0:
-            print(f"smlp train: using {' '.join(added)}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # a log that cannot be written ends no training
+                print(f"smlp train: using {' '.join(added)}", file=sys.stderr, flush=True)
         copied = prepare(cfg)
         try:
             yield

@@ -36,6 +36,7 @@ EMBED_SCALINGS = ("with_positions", "always", "never")
 HASHES = ("random", "balanced")
 HASH_TABLES = ("shared", "own")
 MOST_SIZE = 2**31 - 1  # rows, columns, experts: the limit of torch and the formulas
+MOST_CAPACITY_FACTOR = 10**9  # so that capacities fit into 63 bits
 MOST_INIT = 1e6  # scale of initial weights; safe in single precision
 MOST_LAYERS = 10_000  # a layer takes time and memory to build however narrow it is
 
@@ -134,10 +135,13 @@ class MoEConfig:
             0 < self.centroid_init_gain < MOST_INIT,
             f"centroid_init_gain must be positive and below {MOST_INIT:g}, got {self.centroid_init_gain}",
         )
-        for name in ("capacity_factor", "eval_capacity_factor", "load_balance_weight", "router_z_weight"):
-            require(
-                0 <= getattr(self, name) < math.inf, f"{name} must be at least 0 and finite, got {getattr(self, name)}"
-            )
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            most = f"{MOST_CAPACITY_FACTOR:,}"
+            value = getattr(self, name)
+            require(0 <= value <= MOST_CAPACITY_FACTOR, f"{name} must be at least 0 and at most {most}, got {value}")
+        for name in ("load_balance_weight", "router_z_weight"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{name} must be at least 0 and finite, got {value}")
         for name in ("router_jitter", "base_warmup", "base_offset_rate", "loss_free_rate"):
             require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), got {getattr(self, name)}")
         require(0 <= self.router_freeze <= 1, f"router_freeze must be in [0, 1], got {self.router_freeze}")
@@ -352,7 +356,7 @@ class ModelConfig(MoEConfig):
         """
         if not self.has_feature_moe or self.feature_routing == "deterministic":
             return 0
-        return math.ceil(round(self.prefix_fraction * self.max_tokens, 6))
+        return max(1, math.ceil(round(self.prefix_fraction * self.max_tokens, 6)))
 
     @property
     def is_leaky(self) -> bool:

@@ -41,10 +41,21 @@ _MOST_DIGITS = 18  # of a count, which numpy stores in 64 bits
 def apply() -> None:
     from fairseq import utils
     from fairseq.binarizer import FileBinarizer
-    from fairseq.data import Dictionary
+    from fairseq.data import Dictionary, indexed_dataset
     from fairseq.sequence_scorer import SequenceScorer
     from fairseq.tasks.language_modeling import LanguageModelingTask
     from fairseq.tasks.masked_lm import MaskedLMTask
+
+    @replacing(indexed_dataset, "infer_dataset_impl")
+    def infer_dataset_impl(infer: Any, path: str) -> str | None:
+        # fairseq takes any file or folder that is called as the split for its text, and leaves the binarised data
+        if not indexed_dataset.IndexedDataset.exists(path):
+            return infer(path)
+        with open(indexed_dataset.index_file_path(path), "rb") as file:
+            beginning = file.read(len(MAGIC))
+        if beginning.startswith(OLDER_MAGIC):
+            return "cached"
+        return "mmap" if beginning == MAGIC else infer(path)
 
     @replacing(LanguageModelingTask, "setup_dictionary")
     def checked_setup_dictionary(setup_dictionary: Any, cls: type, args: Any, **kw: Any) -> Any:

@@ -41,7 +41,7 @@ LIMITS: dict[str, Limit] = {
     "batch_size_valid": _POSITIVE,
     "max_tokens": Limit(1, why="without it, --batch-size alone makes the batches"),
     "max_tokens_valid": _POSITIVE,
-    "required_batch_size_multiple": _POSITIVE,
+    "required_batch_size_multiple": Limit(1, _INT32),
     "required_seq_len_multiple": _POSITIVE,
     "tokens_per_sample": Limit(1, _INT32),
     "max_target_positions": Limit(1, _INT32),

@@ -278,12 +278,14 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
 
     Raises:
         UserError: what ``--restore-file``, ``--finetune-from-model`` or ``--continue-once`` names is missing or no
-            file, or ``checkpoint_last.pt`` is something other than a file.
+            file, or ``checkpoint_last.pt`` or ``checkpoint_best.pt`` is something other than a file.
     """
     from fairseq.file_io import PathManager
 
     suffix = trainer.checkpoint_suffix
-    last = Path(cfg.save_dir) / f"checkpoint_last{suffix}.pt"
+    last, best = (Path(cfg.save_dir) / f"checkpoint_{name}{suffix}.pt" for name in ("last", "best"))
+    if not getattr(cfg, "no_save", False) and not is_missing(best):
+        existing_file(best)  # or saving would fail
     named = {"--continue-once": getattr(cfg, "continue_once", None), "--finetune-from-model": cfg.finetune_from_model}
     if cfg.restore_file != DEFAULT_RESTORE_FILE:
         named = {"--restore-file": cfg.restore_file.replace(".pt", suffix + ".pt")}

@@ -49,7 +49,7 @@ def apply() -> None:
                 with stoppable(cfg):
                     call_main(cfg, main, **kwargs)
             except RuntimeError as error:
-                if str(error).startswith("DataLoader worker"):
+                if str(error).startswith("DataLoader worker") or "Too many open files" in str(error):
                     raise UserError(
                         f"a process that reads batches has ended ({error}): it may lack memory, room in /dev/shm or "
                         "open files; --num-workers 0 reads batches in the training process"

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -26,6 +27,9 @@ from smlp.fairseq_compat.replacing import replacing
 from smlp.files import copy_whole, is_held, locked, write_whole
 
 logger = logging.getLogger(__name__)
+
+#: names of files that a killed process left, see :func:`remove_leftovers`
+_LEFTOVER = re.compile(r"checkpoint.*\.pt(\.[0-9a-f]{8})?(\.\d+)?\.tmp")
 
 
 def apply() -> None:
@@ -135,7 +139,7 @@ def remove_leftovers(save_dir: str | Path) -> list[Path]:
     """
     removed = []
     for leftover in sorted(Path(save_dir).glob("checkpoint*.pt*.tmp")):
-        if is_held(leftover):
+        if not _LEFTOVER.fullmatch(leftover.name) or is_held(leftover):
             continue
         with contextlib.suppress(OSError):
             leftover.unlink()

@@ -133,6 +133,8 @@ class Stack(nn.Module):
             raise UserError(f"ids must be a tensor of int64 or int32, got {found}")
         if tokens_Bn.dim() != 2:
             raise UserError(f"ids must have the shape (batch, length), got {tuple(tokens_Bn.shape)}")
+        if tokens_Bn.is_meta and not self.embedding.weight.is_meta:  # torch would go on, without values
+            raise UserError(f"ids are on the device meta, the model is on {self.embedding.weight.device}")
         start = context.start
         end = start + tokens_Bn.size(1)
         if end > self.config.max_tokens:

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from smlp.errors import UserError
+from smlp.files import regular_file
 from smlp.text.tokenizer_files import (
     ENCODER_JSON,
     SENTENCEPIECE_MODEL,
@@ -83,8 +84,7 @@ class SentencePieces:
     def __init__(self, vocabulary: Vocabulary, model: Path) -> None:
         import sentencepiece
 
-        if not model.is_file():
-            raise UserError(f"there is no SentencePiece model {model}")
+        regular_file(model, "SentencePiece model")
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(model))
         except (RuntimeError, OSError) as error:

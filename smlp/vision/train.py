@@ -176,10 +176,9 @@ class _Loop(Training):
             NaNError: it is not finite; the message is the sentence with the loss in its braces, and advice.
         """
         if not math.isfinite(value := float(loss)):
-            raise NaNError(
-                f"the {sentence.format(value)}: lower --lr or set --clip-grad; the checkpoints in {self.folder} are "
-                "from earlier epochs"
-            )
+            earlier = f"; the checkpoints in {self.folder} are from earlier epochs"
+            has_some = any(self.folder.glob("*.pth.tar"))
+            raise NaNError(f"the {sentence.format(value)}: lower --lr or set --clip-grad{earlier if has_some else ''}")
         return value
 
     def _say(self, line: str) -> None:

@@ -202,8 +202,8 @@ def test_other_errors_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    keep = ["checkpoint_last.pt", "notes.tmp", "checkpoint_plan.txt", "dict.txt"]
-    leftovers = ["checkpoint_last.pt.123.tmp", "checkpoint_1_7.pt.tmp"]
+    keep = ["checkpoint_last.pt", "notes.tmp", "checkpoint_plan.txt", "dict.txt", "checkpoint_old.pt.mine.tmp"]
+    leftovers = ["checkpoint_last.pt.123.tmp", "checkpoint_1_7.pt.tmp", "checkpoint_2_8.pt.0a1b2c3d.45.tmp"]
     for name in keep + leftovers:
         (tmp_path / name).touch()
     assert [path.name for path in saving.remove_leftovers(tmp_path)] == sorted(leftovers)

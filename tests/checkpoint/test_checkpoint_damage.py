@@ -448,6 +448,7 @@ PART = "experts/update_6_8bc6f344/experts_0-3.pt"
         (["average", "whole.pt", "./whole.pt", "-o", "x.pt"], ["./whole.pt is named twice"]),
         (["average", ".", "-o", "x.pt"], [". is a folder: give --num-epoch-checkpoints N"]),
         (["merge", "bart.pt", "-o", "x.pt"], ["another kind of model (bart)"]),
+        (["merge", "headless.pt", "-o", "x.pt"], ["headless.pt is damaged: it lacks decoder.core.embedding.weight"]),
         (["merge", "taken.pt", "-o", "x.pt"], ["taken.pt", "truncated or not a checkpoint"]),
         (["merge", "other.pt", "-o", "x.pt"], ["not a checkpoint of fairseq-train"]),
         (["merge", "whole.pt", "-o", "x.safetensors", "--dict", "short.txt"], ["short.txt has 5 symbols", "24"]),
@@ -481,6 +482,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(
     Path("short.safetensors").write_bytes(bytes(9))
     save_file({"x": torch.ones(3)}, "foreign.safetensors")
     torch.save({"model": {"x": torch.ones(1)}, "cfg": {"model": {"_name": "bart"}}}, "bart.pt")
+    torch.save({"model": {PREFIX + "norm.bias": torch.ones(1)}, "cfg": {"model": {"_name": "smlp"}}}, "headless.pt")
     torch.save({"weights": 1}, "other.pt")
     torch.save({"smlp_export": 2}, "future.pt")
     save(tmp_path, "dense_lm_tiny", "dense.pt")

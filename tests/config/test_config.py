@@ -154,6 +154,8 @@ def test_sparse_positions_are_distinct_layers(num_dense, num_sparse):
         ({"num_expert": 4}, ["num_expert", "num_experts"]),
         ({"capacity_factor": -1.0}, ["capacity_factor", "-1.0"]),
         ({"eval_capacity_factor": float("nan")}, ["eval_capacity_factor", "nan"]),
+        ({"capacity_factor": 1e17}, ["capacity_factor must be at least 0 and at most 1,000,000,000, got 1e+17"]),
+        ({"load_balance_weight": float("inf")}, ["load_balance_weight must be at least 0 and finite, got inf"]),
         ({"load_balance_weight": -0.1}, ["load_balance_weight", "-0.1"]),
         ({"router_jitter": 1.0}, ["router_jitter", "1.0"]),
         ({"prefix_fraction": 1.0}, ["prefix_fraction", "1.0"]),

@@ -133,6 +133,17 @@ def test_rows_that_are_nested_deep(tmp_path):
     assert [type(piece) for piece in pieces] == [Record, Record, Loss, Record, Defect]
     assert pieces[2].reason == "nested deeper than 500 levels"
     assert b'[["inf"]]' in pieces[1].line()
+    path.write_text("[" * 200_000 + "]" * 200_000)
+    assert next(documents_in(path, ReadSettings())).reason == "nested deeper than 500 levels"
+
+
+def test_a_mark_at_the_start_is_no_part_of_the_first_document(tmp_path):
+    for name, content in (("a.txt", b"0123456789"), ("a.jsonl", b'{"text": "0123456789"}')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content + b"\r\n")
+        reading = ReadSettings(max_bytes=len(content), documents_of_text="line")
+        assert [piece.text for piece in documents_in(tmp_path / name, reading)] == ["0123456789"]
+        shorter = ReadSettings(max_bytes=len(content) - 1, documents_of_text="line")
+        assert isinstance(next(documents_in(tmp_path / name, shorter)), Loss)
 
 
 def test_errors_of_a_disk_name_the_file_that_is_read(tmp_path):
@@ -163,7 +174,8 @@ def test_json_lines_with_every_kind_of_bad_line(tmp_path):
         b"not json\n\n"
         b'{"body": "no text"}\n'
         b'{"text": 5}\n'
-        b'{"text": "\xff\xfe"}\n' + b'{"text": "' + b"a" * 100 + b'"}\n' + b'{"text": "last"}'
+        b'{"text": "\xff\xfe"}\n'
+        b'{"text": "\xed\xa0\xbd"}\n' + b'{"text": "' + b"a" * 100 + b'"}\n' + b'{"text": "last"}'
     )
     pieces = list(documents_in(path, ReadSettings(max_bytes=90)))
     assert pieces[0] == Record("one", "x7", "wiki", {"url": "u"})
@@ -172,15 +184,16 @@ def test_json_lines_with_every_kind_of_bad_line(tmp_path):
         "no text in field 'text'",
         "no text in field 'text'",
         "not UTF-8",
+        "not UTF-8",  # half of a surrogate pair
         "longer than 90 bytes",
     ]
     assert [(piece.problem, piece.where) for piece in pieces if isinstance(piece, Defect)] == [
         ("1 document not JSON", str(path)),
         ("2 documents no text in field 'text'", str(path)),
-        ("1 document not UTF-8", str(path)),
+        ("2 documents not UTF-8", str(path)),
         ("1 document longer than 90 bytes", str(path)),
     ]
-    last = pieces[6]
+    last = pieces[7]
     assert last.text == "last" and last.source == "web" and last.id.startswith("web.jsonl:")
 
 
@@ -365,6 +378,31 @@ def test_a_value_of_parquet_that_many_rows_mean_is_not_copied_for_each(tmp_path,
     monkeypatch.setattr(documents, "_PARQUET_BYTES", 20_000)
     assert len(texts(documents_in(path, ReadSettings()))) == 40
     assert sizes[0] <= 4
+
+
+def test_a_row_of_parquet_with_millions_of_values_is_too_long(tmp_path, monkeypatch):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"text": ["a", "b", "c"], "more": [[1], [0] * 100_000, [2]]})
+    parquet.write_table(table, path := tmp_path / "a.parquet")
+    assert path.stat().st_size < 5000
+    monkeypatch.setattr(documents, "_PARQUET_BYTES", 20_000)
+    first, long, last, _ = documents_in(path, ReadSettings(max_bytes=9000))
+    assert (first.text, long.reason, last.text) == ("a", "longer than 9,000 bytes", "c")
+    assert first.fields == {"more": [1]}
+
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(documents, "_plain", fail)
+    with pytest.raises(MemoryError):  # no value that Python cannot have
+        list(documents_in(path, ReadSettings()))
+
+
+def test_two_columns_of_text_are_not_chosen_from(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), path := tmp_path / "a.parquet")
+    defect, loss, _ = documents_in(path, ReadSettings())
+    assert defect.problem == loss.reason == "several columns 'text'"
 
 
 def test_what_a_little_zstd_becomes_is_handed_out_in_pieces(tmp_path):
@@ -1049,6 +1087,18 @@ def test_a_damaged_record_of_a_step_is_named(tmp_path, content):
     (tmp_path / "out" / "a.txt").write_text("one")
     with pytest.raises(UserError, match=r"settings.json is damaged: remove the folder"):
         find_files([tmp_path / "out"], (".txt",))
+
+
+def test_a_link_in_the_input_may_not_lead_to_the_output(tmp_path):
+    """The next run would read what this one has written, and each after it a copy more."""
+    (place := tmp_path / "in").mkdir()
+    (place / "loop").symlink_to("..")
+    args = Namespace(out=tmp_path / "out", workers=1, share=(0, 1), quiet=True, inputs=[place])
+    with pytest.raises(UserError, match=r"--out .*out lies in the input .*in: the next run would read its own output"):
+        run_of(args)
+    (place / "loop").unlink()
+    (place / "other").symlink_to(place)
+    assert run_of(args).out.is_dir()
 
 
 @pytest.mark.parametrize("option", ["tokenizer", "train", "inputs", "held_out", "sample", "decontaminate"])

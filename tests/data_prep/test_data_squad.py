@@ -199,6 +199,11 @@ def test_a_later_answer_off_by_one_is_named_and_kept(tokenizer, tmp_path, capsys
         ("a.json", b"[1]", "'data' must be a list, but is missing"),
         ("a.json.gz", gzip.compress(b'{"data": []}' * 99, mtime=0)[:-9], "it is damaged"),
         ("a.json.xz", b"no xz", "it is damaged"),
+        (
+            "a.json.gz",
+            gzip.compress(bytes(70 << 20), 1, mtime=0),
+            "unpack to more than 67,108,864: it is damaged",
+        ),
     ],
 )
 def test_files_that_cannot_be_read_are_one_sentence(name, content, message, tokenizer, tmp_path, capsys):

@@ -253,6 +253,12 @@ def test_byte_level_and_given_files(corpus, tmp_path, capsys):
         assert not (tmp_path / "bad" / "manifest.json").exists()
 
 
+def test_a_text_of_long_paragraphs_alone_is_named(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("word " * 20_000)
+    assert learn("--in", tmp_path / "a.txt", "--out", tmp_path / "out", "--vocab-size", 10) == 1
+    assert "every paragraph of the text is empty or above 65,536 bytes" in capsys.readouterr().err
+
+
 def test_a_small_text_gives_a_smaller_vocabulary_and_no_text_none(corpus, tmp_path, capsys):
     assert learn("--in", corpus, "--out", tmp_path / "out") == 0
     pieces = manifest_of(tmp_path / "out")["vocabulary"]["pieces"]

@@ -89,6 +89,11 @@ def test_what_a_user_gets_wrong(words, message, capsys, tmp_path, monkeypatch):
         ('format = "txt"\n[[files]]\nlink = "http://x/a"', "unknown field 'files.link'"),
         ('format = "txt"\n[[files]]\nurl = "http://x/a"\nbytes = "9"', "'files.bytes' must be a whole number, not '9'"),
         ('format = "txt"\n[[files]]\nurl = "http://x/a"\nbytes = true', "must be a whole number, not True"),
+        ('format = "txt"\n[[files]]\nurl = "http://me:key@x/a"', "'files.url' has a user name or a password"),
+        (
+            'format = "txt"\n[listing]\nkind = "paths"\nurl = "http://x/a"\nbase = "http://me@x/"',
+            "'listing.base' has a",
+        ),
         ('format = "txt"\n[[files]]\nurl = "http://x/a"\nsha1 = 123', "'files.sha1' must be a string, not 123"),
         ('format = "txt"\n[[files]]\nurl = "http://x/a"\nbytes = -7', "'files.bytes' must be at least 0, not -7"),
         ('format = "txt"\n[[files]]\nurl = "http://x/a"\nmd5 = "abc"', "'files.md5' must be 32 hexa.* not 'abc'"),

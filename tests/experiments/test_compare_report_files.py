@@ -230,6 +230,9 @@ def test_a_run_of_another_model_says_so(out):
     path.write_text(json.dumps({**record, "made_with": {"arch": "smlp_tiny", "seed": 1}}))
     (run,) = (run for run in read_results(out).runs if run.folder == path.parent)
     assert "run.json is that of another run: arch = smlp_tiny, not gmlp_lm_tiny" in run.notes
+    path.write_text(json.dumps({**record, "model": "BASE"}))
+    (run,) = (run for run in read_results(out).runs if run.folder == path.parent)
+    assert "run.json is that of another run: model = BASE, not gMLP" in run.notes
 
 
 def test_what_is_no_experiment_is_refused(tmp_path):

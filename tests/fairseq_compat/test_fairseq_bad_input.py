@@ -25,7 +25,7 @@ from smlp.cli.train import prepare
 from smlp.config.plugins import named_files
 from smlp.errors import UserError
 from smlp.fairseq_compat import loading
-from smlp.fairseq_compat.data import check_dictionary, check_folders, check_split, check_text
+from smlp.fairseq_compat.data import check_dictionary, check_folders, check_format, check_split, check_text
 from smlp.fairseq_compat.loading import check_dictionary_of, check_file, check_restore_file
 from smlp.fairseq_compat.needs import has_averages
 from smlp.fairseq_compat.settings import _check_log_file, check_profiling
@@ -52,6 +52,7 @@ def broken(tiny_data: Path, tiny_run, tmp_path_factory: pytest.TempPathFactory) 
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     (kinds / "flipped.pt").write_bytes(flipped)
+    (root / "folder_best" / "checkpoint_best.pt").mkdir(parents=True)
     (root / "pipe_last").mkdir()
     os.mkfifo(root / "pipe_last" / "checkpoint_last.pt")
     for name, (way, value) in WRONG_STATES.items():
@@ -168,6 +169,7 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         ["--past-target: this model predicts the next token only"],
     ),
     "last is a pipe": ("train", ["--save-dir", "{root}/pipe_last"], None, ["checkpoint_last.pt is", "named pipe"]),
+    "best is a folder": ("train", ["--save-dir", "{root}/folder_best"], None, ["checkpoint_best.pt is a folder"]),
     "restore flipped": (
         "train",
         [*TRAIN, "--restore-file", "{root}/kinds/flipped.pt"],
@@ -744,6 +746,25 @@ def what_is_checked(directory: Path) -> dict[str, tuple[Path, Callable[[], objec
         "dict.txt": (directory / "dict.txt", dictionary),
         "folder": (directory, dictionary),
     }
+
+
+def test_what_is_called_as_a_split_does_not_take_its_place(tiny_data: Path, tmp_path: Path) -> None:
+    """fairseq reads it as text, although there are binarised data."""
+    from fairseq.data import Dictionary, data_utils, indexed_dataset
+
+    import smlp.models  # noqa: F401  it applies the remedies
+
+    shutil.copytree(tiny_data, data := tmp_path / "data")
+    (data / "train").write_text("another text\n")
+    (data / "valid").mkdir()
+    dictionary = Dictionary.load(str(data / "dict.txt"))
+    for split in ("train", "valid"):
+        assert indexed_dataset.infer_dataset_impl(str(data / split)) == "mmap"
+        found = data_utils.load_indexed_dataset(str(data / split), dictionary)
+        wanted = data_utils.load_indexed_dataset(str(tiny_data / split), dictionary)
+        assert len(found) == len(wanted) and torch.equal(found[0], wanted[0])
+        check_format(str(data / split), "mmap")
+    assert indexed_dataset.infer_dataset_impl(str(data / "dict.txt")) == "raw"
 
 
 @pytest.mark.parametrize("name", ["train.idx", "train.bin", "dict.txt"])

@@ -1,6 +1,7 @@
 """Checkpoints as plain models, and the commands that use them: generate and leak-test."""
 
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -318,6 +319,9 @@ def test_tokens_and_text_with_sentencepiece(tmp_path):
         Tokenizer(vocabulary, text)
     with pytest.raises(smlp.UserError, match="there is no SentencePiece model"):
         Tokenizer(vocabulary, tmp_path / "none.model")
+    os.mkfifo(tmp_path / "pipe.model")
+    with pytest.raises(smlp.UserError, match="is not a regular file but a named pipe: name a SentencePiece model"):
+        Tokenizer(vocabulary, tmp_path / "pipe.model")
     with pytest.raises(smlp.UserError, match=r"no piece of .*\.model is in the dictionary of 5 symbols"):
         Tokenizer(Vocabulary(["another"]), f"{model}.model")
 

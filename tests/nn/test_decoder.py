@@ -266,6 +266,8 @@ def test_too_long_an_input_is_refused_with_both_numbers():
     for tokens, found in ((random_tokens(1, 12).float(), "one of torch.float32"), ([[1, 2]], r"\[\[1, 2\]\]")):
         with pytest.raises(smlp.UserError, match=f"ids must be a tensor of int64 or int32, got {found}"):
             model(tokens)
+    with pytest.raises(smlp.UserError, match="ids are on the device meta, the model is on cpu"):
+        model(random_tokens(1, 12).to("meta"))
     size = model.config.vocab_size
     with pytest.raises(smlp.UserError, match=f"ids must be from 0 to {size - 1}, got 5 to {size}"):
         model(torch.tensor([[5, size]]))

@@ -51,6 +51,14 @@ def test_activations_are_what_autograd_keeps(arch, dropout):
     assert activations_per_position(config) == pytest.approx(counted, rel=0.02)
 
 
+@pytest.mark.parametrize("arch", ["dense_lm", "hash_lm"])
+@pytest.mark.parametrize("attention", ["rotary", "relative", "relative_only"])
+def test_positions_in_attention(arch, attention):
+    config = config_of(arch, transformer_attention=attention, dropout=0.1)
+    counted = bytes_kept(config, 8) / 4 / (8 * config.max_tokens)
+    assert activations_per_position(config) == pytest.approx(counted, rel=0.1)
+
+
 @pytest.mark.parametrize("arch", ["smlp", "smlp_partial"])
 def test_linear_experts_keep_no_gates(arch):
     config, gated = config_of(arch, feature_experts="linear"), config_of(arch)

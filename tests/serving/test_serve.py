@@ -25,7 +25,7 @@ import smlp
 from data_prep.tokenize.models import train_byte_level
 from smlp.checkpoint.load import load_language_model
 from smlp.cli.main import main
-from smlp.cli.serve import _is_no_cancelled_request, _listener, _name_of
+from smlp.cli.serve import _Full, _is_no_cancelled_request, _listener, _name_of
 from smlp.inference.generation.continuations import banned_tokens
 from smlp.inference.language_model import LanguageModel
 from smlp.inference.scoring.candidates import drop_nothing
@@ -469,6 +469,23 @@ def test_a_key_that_no_request_can_hold(checkpoint, key, monkeypatch, capsys):
 def test_a_name_is_text_whatever_the_folder_is_called():
     assert _name_of(Path("/models/caf\udce9/checkpoint_best.pt")) == "caf\\udce9"
     assert _name_of(Path("/models/caf\u00e9.safetensors")) == "caf\u00e9"
+
+
+def test_a_server_without_descriptors_says_so_once_in_a_while(monkeypatch):
+    now, full = [0.0], _Full()
+    monkeypatch.setattr("smlp.cli.serve.time.monotonic", lambda: now[0])
+
+    def shown(message):
+        error = OSError(24, "Too many open files")
+        record = logging.LogRecord("asyncio", logging.ERROR, "", 0, message, (), (OSError, error, None))
+        return full.filter(record), record.getMessage(), record.exc_info
+
+    full_message = "no more connections can be opened: see ulimit -n"
+    assert shown("socket.accept() out of system resource\nsocket: x") == (True, full_message, None)
+    assert not shown("socket.accept() out of system resource")[0]
+    assert shown("Task exception was never retrieved")[0]
+    now[0] = 61.0
+    assert shown("socket.accept() out of system resource")[0]
 
 
 def test_requests_that_the_end_cuts_off_leave_no_traceback():

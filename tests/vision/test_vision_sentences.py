@@ -344,7 +344,9 @@ def test_a_loss_that_is_no_number(digits, capsys, tmp_path):
     )
     line = sentence(capsys, *words, "--opt", "sgd", "--lr", "1e6", "--output", tmp_path / "out")
     assert "lower --lr or set --clip-grad" in line
-    assert not (tmp_path / "out" / "smlp_mixer_tiny-8-42" / "model_best.pth.tar").exists()
+    folder = tmp_path / "out" / "smlp_mixer_tiny-8-42"
+    assert not (folder / "model_best.pth.tar").exists()
+    assert ("earlier epochs" in line) == any(folder.glob("*.pth.tar"))
 
 
 def test_without_the_extra(monkeypatch, capsys, digits, trained, tmp_path):

@@ -268,6 +268,8 @@ def _run(out: Path, model: Model, seed: int, subset: str, updates: int, scored_a
     for name, wanted in (("arch", model.arch), ("seed", seed)):
         if made_with.get(name, wanted) != wanted:
             notes.append(f"run.json is that of another run: {name} = {made_with[name]}, not {wanted}")
+    if record.get("model", model.name) != model.name:
+        notes.append(f"run.json is that of another run: model = {record['model']}, not {model.name}")
     log: list[dict[str, Any]] = []
     if (folder / "train.log").is_file():
         try:

@@ -111,7 +111,11 @@ def _attention_costs(config: ModelConfig, layer: int, num_tokens: int) -> Compon
 
 def _attention_keeps(config: ModelConfig) -> float:
     # input and output of the norm, queries, keys, values, the heads' outputs, the sum of each softmax
-    return 6 * config.embed_dim + LAYER_NORM_KEEPS + config.num_heads
+    kept = 6 * config.embed_dim + LAYER_NORM_KEEPS + config.num_heads
+    scores = config.own("transformer").attention
+    if scores.startswith("relative"):  # with a bias, torch keeps the weights of all pairs; alone, it has no queries
+        kept += config.num_heads * config.max_tokens - (2 * config.embed_dim if scores == "relative_only" else 0)
+    return kept
 
 
 @register_dense_block("transformer")
