@@ -34,6 +34,7 @@ Texts of several requests are written side by side. What requests may say: docs/
 _KEY = "SMLP_API_KEY"
 _SECONDS_TO_END = 5
 _SECONDS_QUIET = 60
+_BACKLOG = 128  # connections that wait; asyncio tries to accept so many at a time, also without descriptors
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -102,9 +103,8 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     shown = f"[{host}]" if ":" in host else host
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_SECONDS_TO_END)
-    )
+    settings: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "backlog": _BACKLOG}
+    server = uvicorn.Server(uvicorn.Config(app, **settings, timeout_graceful_shutdown=_SECONDS_TO_END))
     logging.getLogger("uvicorn.error").addFilter(_is_no_cancelled_request)
     logging.getLogger("asyncio").addFilter(_Full())
     try:
@@ -131,13 +131,17 @@ def _is_no_cancelled_request(record: logging.LogRecord) -> bool:
 
 
 class _Full(logging.Filter):
-    """Says once in a while that no connection can be opened; asyncio prints thousands of tracebacks a second."""
+    """Says once in a while that no connection can be opened; asyncio prints many tracebacks a second.
+
+    Those of its attempts that are due when the server has ended are not shown either.
+    """
 
     _next = -math.inf
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not record.getMessage().startswith("socket.accept() out of system resource"):
-            return True
+        message = record.getMessage()
+        if not message.startswith("socket.accept() out of system resource"):
+            return not (message.startswith("Exception in callback") and "._start_serving(" in message)
         record.msg, record.args, record.exc_info = "no more connections can be opened: see ulimit -n", (), None
         is_due = time.monotonic() >= self._next
         self._next = time.monotonic() + _SECONDS_QUIET if is_due else self._next

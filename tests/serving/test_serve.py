@@ -484,6 +484,7 @@ def test_a_server_without_descriptors_says_so_once_in_a_while(monkeypatch):
     assert shown("socket.accept() out of system resource\nsocket: x") == (True, full_message, None)
     assert not shown("socket.accept() out of system resource")[0]
     assert shown("Task exception was never retrieved")[0]
+    assert not shown("Exception in callback BaseSelectorEventLoop._start_serving(<function Server.startup")[0]
     now[0] = 61.0
     assert shown("socket.accept() out of system resource")[0]
 
