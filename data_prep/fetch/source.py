@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from data_prep.fetch.download import ALGORITHMS, RemoteFile
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT
@@ -219,7 +220,11 @@ def is_checksum(text: str, algorithm: str) -> bool:
 
 
 def _check_address(name: str, url: str) -> None:
-    if "@" in url.partition("://")[2].partition("/")[0]:
+    try:
+        has_user = urlsplit(url).username is not None
+    except ValueError:  # no address, which the download says
+        return
+    if has_user:
         raise _Wrong(f"{name!r} has a user name or a password, which records would show: leave it out")
 
 

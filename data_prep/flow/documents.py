@@ -179,7 +179,7 @@ def _json_lines(lines: _Lines, part: FilePart, reading: ReadSettings) -> Iterato
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8"))  # of bytes, it also reads surrogates
+            row = json.loads(line.decode("utf-8-sig"))  # of bytes, it also reads surrogates
         except UnicodeDecodeError:
             yield Loss("not UTF-8")
             continue
@@ -300,8 +300,8 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
                 size = max(file.metadata.row_group(group).total_byte_size, 1)
                 at_once = max(1, min(_ROWS_AT_ONCE, _PARQUET_BYTES // size))
                 for batch in file.iter_batches(batch_size=at_once, row_groups=[group]):
-                    for rows in _bounded(batch, most := max(_PARQUET_BYTES, 2 * reading.max_bytes)):
-                        if rows.nbytes > most:  # few bytes of a file can mean millions of values
+                    for rows in _bounded(batch, max(_PARQUET_BYTES, 2 * reading.max_bytes)):
+                        if rows is None:
                             yield Loss(too_long_for(reading))
                             number += 1
                             continue
@@ -322,9 +322,16 @@ def _raise_if_of_disk(error: Exception, path: Path) -> None:
 
 
 def _bounded(batch: Any, most: int) -> Iterator[Any]:
-    """Yield a batch of pyarrow, or its rows one by one if together they have more bytes."""
-    whole = batch.nbytes <= most
-    yield from (batch,) if whole else (batch.slice(number, 1) for number in range(batch.num_rows))
+    """Yield a batch of pyarrow; if it has more bytes, its rows one by one, with None for those that alone have more.
+
+    Few bytes of a file can mean millions of values.
+    """
+    if batch.nbytes <= most:
+        yield batch
+        return
+    for row in (batch.slice(number, 1) for number in range(batch.num_rows)):
+        own = (part.dictionary_decode() if hasattr(part, "dictionary") else part for part in row.columns)
+        yield row if sum(part.nbytes for part in own) <= most else None
 
 
 def _rows(batch: Any) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,15 @@ from typing import Any
 
 from data_prep.flow.documents import DOCUMENTS_OF_TEXT, FILES, FORMATS, ReadSettings
 from data_prep.flow.manifest import MANIFEST, STATE, read_manifest
-from data_prep.flow.parts import PART_BYTES, FilePart, find_files, plan_parts, real_folders, report_left_out, unfinished
+from data_prep.flow.parts import (
+    PART_BYTES,
+    FilePart,
+    find_files,
+    linked_folders,
+    plan_parts,
+    report_left_out,
+    unfinished,
+)
 from data_prep.flow.running import StepRun
 from data_prep.flow.streams import sha256_of
 from smlp.cli.numbers import MOST_BYTES, MOST_PROCESSES, MOST_SECONDS, real, whole
@@ -81,8 +89,9 @@ def run_of(args: argparse.Namespace) -> StepRun:
 
 def check_apart(out: Path, places: Iterable[Path]) -> None:
     """Raise UserError if a folder to write is inside one of those that are read, also through a link."""
+    real = out.resolve()
     for place in places:
-        if place.is_dir() and any(out.resolve().is_relative_to(folder) for folder in real_folders(place)):
+        if place.is_dir() and any(map(real.is_relative_to, (place.resolve(), *linked_folders(place)))):
             raise UserError(f"--out {out} lies in the input {place}: the next run would read its own output")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,27 +142,10 @@ def _walk(place: Path) -> tuple[list[Path], list[Path]]:
     Folders with such names are skipped.
     """
 
-    files = [folder / name for folder, _, names in _folders(place) for name in names if not name.endswith(PARTIAL)]
-    files.sort()
-    hidden = [path for path in files if path.name.startswith(".")]
-    return [path for path in files if not path.name.startswith(".")], hidden
-
-
-def real_folders(place: Path) -> list[Path]:
-    """Return the folders, without links, whose files are found in a folder.
-
-    Raises:
-        UserError: a folder may not be read.
-    """
-    return [real for _, real, _ in _folders(place)]
-
-
-def _folders(place: Path) -> Iterator[tuple[Path, Path, list[str]]]:
-    """Yield a folder and those below it, links followed, each with its real path and the names of its files."""
-
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename}: {error.strerror}")
 
+    files = []
     seen: set[Path] = set()
     for folder, subfolders, names in os.walk(place, onerror=refuse, followlinks=True):
         real = Path(folder).resolve()
@@ -171,7 +154,23 @@ def _folders(place: Path) -> Iterator[tuple[Path, Path, list[str]]]:
             continue
         seen.add(real)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        yield Path(folder), real, names
+        files += [Path(folder) / name for name in names if not name.endswith(PARTIAL)]
+    files.sort()
+    hidden = [path for path in files if path.name.startswith(".")]
+    return [path for path in files if not path.name.startswith(".")], hidden
+
+
+def linked_folders(place: Path) -> set[Path]:
+    """Return the folders to which links in a folder lead, and links in those."""
+    found: set[Path] = set()
+    waiting = [place]
+    while waiting:
+        for folder, subfolders, _ in os.walk(waiting.pop()):
+            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+            links = {Path(folder, name).resolve() for name in subfolders if os.path.islink(os.path.join(folder, name))}
+            waiting += links - found
+            found |= links
+    return found
 
 
 def _is_wanted(path: Path, suffixes: tuple[str, ...]) -> bool:

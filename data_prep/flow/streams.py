@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import lzma
+import math
 import zlib
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -108,12 +109,15 @@ def read_unpacked(path: Path) -> bytes:
         DamagedFile: it breaks off, is not what its name says, or unpacks to far more than text does.
         UserError: as :func:`open_stream`.
     """
+    most = max(_LEAST_UNPACKED, _MOST_RATIO * path.stat().st_size) if compression_of(path) else math.inf
+    pieces, size = [], 0
     with open_stream(path) as stream:
-        most = max(_LEAST_UNPACKED, _MOST_RATIO * path.stat().st_size)
-        content = stream.read(most + 1)
-    if len(content) > most:
-        raise DamagedFile(f"{path}: {path.stat().st_size:,} bytes unpack to more than {most:,}")
-    return content
+        while piece := stream.read(READ_BYTES):
+            pieces.append(piece)
+            size += len(piece)
+            if size > most:
+                raise DamagedFile(f"{path}: {path.stat().st_size:,} bytes unpack to more than {most:,}")
+    return b"".join(pieces)
 
 
 def _buffered(path: Path) -> io.BufferedReader:

@@ -12,7 +12,7 @@ import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class ExpertIndex:
         for part in parts:
             if not name_below(part.file, f"the index of experts in {path}").startswith(f"{PARTS_FOLDER}/"):
                 raise UserError(f"the index of experts in {path} names {part.file}, which is not in {PARTS_FOLDER}/")
-        for file, count in collections.Counter(part.file for part in parts).items():
+        for file, count in collections.Counter(str(PurePosixPath(part.file)) for part in parts).items():
             if count > 1:
                 raise UserError(f"the index of experts in {path} names {file} for {count} parts")
         # a damaged index may hold any num_experts, so no list of that length is made

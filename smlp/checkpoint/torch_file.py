@@ -49,6 +49,9 @@ _MOST_VALUES = 10_000_000  # most values in a file; a list that is referenced tw
 _MOST_BITS = 1024  # of a whole number
 _MOST_DIMS = 64  # of a tensor, as in torch
 _ROOM = 8  # bytes that may be made from one byte of the file by calling classes, or by views of its records
+_LARGE = 1 << 31  # whole numbers as keys of dictionaries, see :meth:`_Reader._key`
+_MOST_ODD_KEYS = 1000  # that are neither text nor smaller numbers
+_WITHOUT_MEMORY = ("torch._utils._rebuild_", "torch.serialization._get_layout")  # of other kinds of tensors
 _CODED = ("latin1", "latin-1")  # how bytes become text in older formats of pickle
 _STORAGES = {
     dtype: f"{kind}Storage"
@@ -65,7 +68,7 @@ _PLAIN = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
 }
-_EMPTY = collections.OrderedDict, argparse.Namespace  # their content follows
+_EMPTY = collections.OrderedDict, collections.defaultdict, argparse.Namespace  # their content follows
 
 
 class OtherClassError(UserError):
@@ -78,6 +81,13 @@ class _Refused(Exception):
 
 class _OtherClass(Exception):
     """Raised for a class or function that is no plain value."""
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """Stands for an object of another class, of which nothing is made."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -127,8 +137,11 @@ def read_structure(path: str | Path) -> Any:
             records = {info.filename.partition("/")[2]: info for info in _stored_records(archive, path)}
             if "byteorder" in records and archive.read(records["byteorder"]).decode() != sys.byteorder:
                 raise _Refused("numbers in the byte order of another kind of machine")
-            content = _Reader(archive.read(records["data.pkl"]), version, records).load()
+            reader = _Reader(archive.read(records["data.pkl"]), version, records)
+            content = reader.load()
         _count_values(content, {})
+        if reader.foreign is not None:
+            raise _OtherClass(reader.foreign.name)
         return content
     except _OtherClass as refused:
         raise OtherClassError(f"{path} holds {refused}, which is not read") from None
@@ -189,7 +202,8 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
     """An unpickler that makes plain values and lazy tensors, and nothing else.
 
     Pickle can call anything with anything, and set attributes of what exists already. Here, classes are called only as
-    ``torch.save`` calls them, with arguments no larger than the file, and only a namespace is given attributes.
+    ``torch.save`` calls them, with arguments no larger than the file, and only a namespace is given attributes. What
+    other classes would make is left out, so that the rest of the file is looked at too.
     """
 
     def __init__(self, data: bytes, version: FileVersion, records: Mapping[str, zipfile.ZipInfo]) -> None:
@@ -197,11 +211,16 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         self._version, self._records = version, records
         self._room = _ROOM * len(data)
         self._room_of_views = _ROOM * version.stamp[1] + 16 * PIECE_BYTES
-        self._flat: dict[StoredTensor, Tensor] = {}
+        self._flat: dict[StoredTensor, Tensor | None] = {}
         self._held: dict[Any, HeldTensor] = {}
+        self._odd_keys = _MOST_ODD_KEYS
+        #: the first object of another class
+        self.foreign: _Foreign | None = None
 
-    def persistent_load(self, reference: tuple) -> _Storage:
+    def persistent_load(self, reference: tuple) -> Any:
         kind, dtype, key, _location, numel = reference
+        if isinstance(dtype, _Foreign):
+            return dtype
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str or type(numel) is not int:
             raise _Refused("a tensor without a record")
         return _Storage(key, dtype, numel)
@@ -218,21 +237,36 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module in ("builtins", "__builtin__") and name == "set":
-            return lambda values: set(map(_key, values))
+            return set
         if (module, name) == ("_codecs", "encode"):
             return _bytes_of
-        if name == "bytearray" or module.partition(".")[0] == "torch":  # which torch would call with anything
+        if name == "bytearray":  # torch would make one of any size
             raise _Refused(f"{module}.{name}")
-        raise _OtherClass(f"{module}.{name}")
+        found = _Foreign(f"{module}.{name}")
+        self.foreign = self.foreign or found
+        return found
 
     def _call(self, made: Any, arguments: tuple) -> Any:
         """Return what a class or function makes of arguments, which together may not be larger than the file."""
-        self._room -= sum(len(value) for value in arguments if isinstance(value, Collection))
-        if self._room < 0:
-            raise _Refused("values that are referred to too often")
-        if arguments and (made in _EMPTY or (made is collections.Counter and type(arguments[0]) is not dict)):
+        if isinstance(made, _Foreign):
+            if made.name.startswith("torch.") and not made.name.startswith(_WITHOUT_MEMORY):
+                raise _Refused(made.name)  # torch would make a tensor of any size
+            return made
+        if other := next((value for value in arguments if isinstance(value, _Foreign)), None):
+            return other
+        self._spend(sum(len(value) for value in arguments if isinstance(value, Collection)))
+        if made is set:
+            return set(map(self._key, *arguments))
+        has_pairs = len(arguments) > (made is collections.defaultdict)  # whose keys nobody would look at
+        if has_pairs and (made in _EMPTY or (made is collections.Counter and type(arguments[0]) is not dict)):
             raise _Refused(f"a {made.__name__} of something")
         return made(*arguments)
+
+    def _spend(self, count: int) -> None:
+        """Count values that are read once more, which takes time that no byte of the file stands for."""
+        self._room -= count
+        if self._room < 0:
+            raise _Refused("values that are referred to too often")
 
     def _reduce(self) -> None:
         arguments = self.stack.pop()
@@ -240,6 +274,9 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
 
     def _build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
+        if isinstance(made, _Foreign):
+            return
+        self._spend(len(state) if isinstance(state, dict) else 1)
         if type(made) is argparse.Namespace and type(state) is dict and all(type(name) is str for name in state):
             vars(made).update(state)
         elif type(made) is collections.OrderedDict and type(state) is dict and state.keys() <= {"_metadata"}:
@@ -248,9 +285,12 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
             raise _Refused("an object with attributes")
 
     def _set_items(self, items: Sequence[Any]) -> None:
+        if isinstance(self.stack[-1], _Foreign):
+            return
         if not isinstance(self.stack[-1], dict):
             raise _Refused("items of something else than a dictionary")
-        self.stack[-1].update((_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True))
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self.stack[-1][self._key(key)] = value
 
     def _set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -262,15 +302,38 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         self._set_items(items)
 
     def _extend(self, values: Sequence[Any]) -> None:
+        if isinstance(self.stack[-1], _Foreign):
+            return
         if type(self.stack[-1]) is not list:
             raise _Refused("values appended to something else than a list")
         self.stack[-1].extend(values)
 
     def _add_to_set(self) -> None:
         values = self.pop_mark()
+        if isinstance(self.stack[-1], _Foreign):
+            return
         if type(self.stack[-1]) is not set:
             raise _Refused("values added to something else than a set")
-        self.stack[-1].update(map(_key, values))
+        self.stack[-1].update(map(self._key, values))
+
+    def _key(self, value: Any) -> Any:
+        """Return a key of a dictionary, or an item of a set.
+
+        Of large numbers and of tuples, many can be chosen that Python's tables do not tell apart, so that n of them
+        take n² steps. A file may have few of these.
+        """
+        if isinstance(value, (str, bytes)) or value is None or (isinstance(value, int) and abs(value) < _LARGE):
+            return value
+        parts = value if type(value) is tuple else (value,)  # of nested ones, Python could not compute a hash
+        self._spend(len(parts))
+        if self._odd_keys and all(isinstance(part, (str, bytes, int, float, _Foreign, type(None))) for part in parts):
+            self._odd_keys -= 1
+            return value
+        raise _Refused(f"keys of type {type(value).__name__}")
+
+    def _make_frozenset(self) -> None:
+        values = self.pop_mark()
+        self.append(frozenset(map(self._key, values)))
 
     def _refuse(self) -> None:
         raise _Refused("an instruction that torch.save does not write")
@@ -286,12 +349,14 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         pickle.APPEND[0]: lambda self: self._extend([self.stack.pop()]),
         pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
         pickle.ADDITEMS[0]: _add_to_set,
-        pickle.FROZENSET[0]: lambda self: self.append(frozenset(map(_key, self.pop_mark()))),
+        pickle.FROZENSET[0]: _make_frozenset,
         **dict.fromkeys((pickle.PERSID[0], pickle.INST[0], pickle.OBJ[0], pickle.NEWOBJ_EX[0]), _refuse),
         **dict.fromkeys((pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0], pickle.BYTEARRAY8[0]), _refuse),
     }
 
     def _tensor(self, storage: _Storage, start: int, shape: Sequence[int], stride: Sequence[int], *_: Any) -> Any:
+        if isinstance(storage, _Foreign):
+            return storage
         if not isinstance(storage, _Storage) or len(shape) != len(stride) or len(shape) > _MOST_DIMS:
             raise _Refused("a tensor without a shape")
         shape, stride = tuple(shape), tuple(stride)
@@ -309,14 +374,17 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         if numel == 0 or stride == _contiguous(shape) or all(size == 1 for size in shape):
             return StoredTensor(self._version, offset, storage.dtype, shape)
         view = storage, start, shape, stride
-        if view not in self._held:  # a record is loaded once, however many views of it the file has
+        if view not in self._held:  # a record is loaded at most twice, however many views of it the file has
             self._room_of_views -= numel * itemsize
             if self._room_of_views < 0:
                 raise _Refused("too many tensors in the same records")
             source = StoredTensor(self._version, self._begin_of(record), storage.dtype, (held // itemsize,))
-            if source not in self._flat:
-                self._flat[source] = source.load()
-            self._held[view] = HeldTensor(self._flat[source].as_strided(shape, stride, start))
+            if source not in self._flat:  # of the first view only what it spans: there are mostly no others
+                flat = StoredTensor(self._version, offset, storage.dtype, (span,)).load()
+                self._flat[source], self._held[view] = None, HeldTensor(flat.as_strided(shape, stride))
+                return self._held[view]
+            flat = self._flat[source] = source.load() if self._flat[source] is None else self._flat[source]
+            self._held[view] = HeldTensor(flat.as_strided(shape, stride, start))
         return self._held[view]
 
     def _begin_of(self, record: zipfile.ZipInfo) -> int:
@@ -325,15 +393,6 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
             file.seek(record.header_offset)
             header = file.read(_LOCAL_HEADER.size)
         return record.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
-
-
-def _key(value: Any) -> Any:
-    """Return a key of a dictionary. Others are refused: of numbers, equal hashes can be chosen, and n take n² steps."""
-    if isinstance(value, (str, bytes)) or value is None:
-        return value
-    if isinstance(value, int) and abs(value) < sys.hash_info.modulus:
-        return value
-    raise _Refused("a key that is neither text nor a number of 60 bits")
 
 
 def _bytes_of(text: str, coding: str) -> bytes:

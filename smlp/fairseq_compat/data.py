@@ -14,9 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smlp.checkpoint.lazy import as_bytes
 from smlp.errors import UserError
-from smlp.fairseq_compat.divergence import tensors_in
 from smlp.fairseq_compat.replacing import replacing
 from smlp.files import regular_file
 from smlp.text.binarized import (
@@ -34,7 +32,7 @@ from smlp.text.tokenizer_files import SPECIAL_SYMBOLS, Vocabulary, check_mark
 #: and 1 s for their SHA-256 once they are read. Larger files are checked batch by batch.
 READ_AT_START = 1 << 30
 _OVERWRITE = " #fairseq:overwrite"
-_COMPARED = 64  # sequences of a text, by which ranks compare theirs
+_COMPARED, _PIECE = 64, 4096  # pieces of a file, and their bytes, by which ranks compare their text
 _MOST_DIGITS = 18  # of a count, which numpy stores in 64 bits
 
 
@@ -54,7 +52,7 @@ def apply() -> None:
         with open(indexed_dataset.index_file_path(path), "rb") as file:
             beginning = file.read(len(MAGIC))
         if beginning.startswith(OLDER_MAGIC):
-            return "cached"
+            return "lazy"  # of "cached", fairseq reads sequences before they are in its cache
         return "mmap" if beginning == MAGIC else infer(path)
 
     @replacing(LanguageModelingTask, "setup_dictionary")
@@ -73,6 +71,7 @@ def apply() -> None:
             for name in subsets(directory, split) if combine else [split]:
                 check_split(directory, name, len(self.dictionary))
         check_format(str(Path(directory) / split), wanted)
+        self.texts = {**getattr(self, "texts", {}), split: text_of(directory, subsets(directory, split))}
         return load_dataset(self, split, epoch=epoch, combine=combine, **kw)
 
     @replacing(MaskedLMTask, "load_dict")
@@ -86,6 +85,7 @@ def apply() -> None:
         directory = shards[(epoch - 1) % len(shards)]
         for name in subsets(directory, split) if combine else [split]:
             check_split(directory, name, len(self.dictionary), self.mask_idx)
+        self.texts = {**getattr(self, "texts", {}), split: text_of(directory, subsets(directory, split))}
         return load_dataset_split(self, split, epoch, combine)
 
     @replacing(MaskedLMTask, "load_dataset")
@@ -258,9 +258,11 @@ def check_format(prefix: str, wanted: str | None) -> None:
     Raises:
         UserError: the message names both formats.
     """
-    from fairseq.data.indexed_dataset import infer_dataset_impl
+    from fairseq.data.indexed_dataset import IndexedRawTextDataset, infer_dataset_impl
 
-    if wanted is None or (found := infer_dataset_impl(prefix)) == wanted or (wanted, found) == ("lazy", "cached"):
+    if wanted is None or (found := infer_dataset_impl(prefix)) == wanted:
+        return
+    if wanted == "raw" and IndexedRawTextDataset.exists(prefix):  # beside binarised data
         return
     are = f"are in the format {found!r}" if found else "are missing"
     raise UserError(f"--dataset-impl {wanted}: the data {prefix} {are}; leave --dataset-impl out")
@@ -309,21 +311,35 @@ def check_text(path: str | Path) -> None:
             lines += chunk.count(b"\n")
 
 
-def check_same_text(dataset: Any, split: str) -> None:
+def text_of(directory: str | Path, names: Sequence[str]) -> tuple[int, int]:
+    """Return the bytes of binarised splits, and a checksum of their lengths and of pieces of their tokens.
+
+    The files are read as such: a dataset in the older format would stay open, and be shared by processes that read it.
+    """
+    size = found = 0
+    for path in (Path(directory) / f"{name}.{ending}" for name in names for ending in ("idx", "bin")):
+        with contextlib.suppress(OSError), open(path, "rb") as file:  # text that is not binarised has other files
+            num_bytes = os.fstat(file.fileno()).st_size
+            size += num_bytes
+            for start in range(0, num_bytes, max(_PIECE, num_bytes // _COMPARED)):
+                file.seek(start)
+                found = zlib.crc32(file.read(_PIECE), found)
+    return size, found
+
+
+def check_same_text(own: tuple[int, int], split: str) -> None:
     """Refuse ranks that do not read the same text, of which each takes its part. A collective.
 
     Args:
-        dataset: of fairseq.
+        own: what :func:`text_of` returned on this rank.
         split: its name, for the message.
 
     Raises:
-        UserError: ranks have other numbers of sequences, or others in the same places.
+        UserError: it is another one.
     """
-    places = range(0, len(dataset), max(1, len(dataset) // _COMPARED))
-    sequences = [as_bytes(tensor) for place in places for tensor in tensors_in(dataset[place])]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (len(dataset), zlib.crc32(b"".join(sequences))))
+    dist.all_gather_object(found, own)
     for rank, (size, content) in enumerate(found):
         if (size, content) != found[0]:
-            what = f"{size:,} sequences where rank 0 has {found[0][0]:,}" if size != found[0][0] else "other sequences"
+            what = f"{size:,} bytes where rank 0 has {found[0][0]:,}" if size != found[0][0] else "other tokens"
             raise UserError(f"rank {rank} reads another text than rank 0 as {split}: it has {what}; compare their DATA")

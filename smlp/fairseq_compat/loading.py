@@ -28,7 +28,7 @@ from smlp.errors import UserError
 from smlp.fairseq_compat.replacing import replacing
 from smlp.fairseq_compat.saving import remove_leftovers
 from smlp.fairseq_compat.stopping import DEFAULT_RESTORE_FILE, leave_if_done, without_suffix
-from smlp.files import is_missing
+from smlp.files import check_writable, is_missing
 from smlp.text.tokenizer import Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY, SENTENCES, SPECIAL_SYMBOLS, record_in
 
@@ -285,7 +285,7 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
     suffix = trainer.checkpoint_suffix
     last, best = (Path(cfg.save_dir) / f"checkpoint_{name}{suffix}.pt" for name in ("last", "best"))
     if not getattr(cfg, "no_save", False) and not is_missing(best):
-        existing_file(best)  # or saving would fail
+        check_writable(best)
     named = {"--continue-once": getattr(cfg, "continue_once", None), "--finetune-from-model": cfg.finetune_from_model}
     if cfg.restore_file != DEFAULT_RESTORE_FILE:
         named = {"--restore-file": cfg.restore_file.replace(".pt", suffix + ".pt")}

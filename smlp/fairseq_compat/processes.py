@@ -9,18 +9,20 @@ import functools
 import logging
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from smlp.errors import ParallelError, UserError
 from smlp.fairseq_compat.arguments import has_option
 from smlp.fairseq_compat.lost_ranks import collective_timeout, limit_waiting, lost_rank
 from smlp.fairseq_compat.replacing import replacing
 from smlp.fairseq_compat.saving import own_save_dir
-from smlp.fairseq_compat.settings import check_before_start
+from smlp.fairseq_compat.settings import check_before_start, check_same_on_all_ranks
 from smlp.fairseq_compat.stopping import stoppable
 from smlp.launch.ranks import Place, device_index, has_terminal, place_of
 from smlp.launch.slurm import tasks_of_job
@@ -49,7 +51,12 @@ def apply() -> None:
                 with stoppable(cfg):
                     call_main(cfg, main, **kwargs)
             except RuntimeError as error:
-                if str(error).startswith("DataLoader worker") or "Too many open files" in str(error):
+                if str(error).startswith("Too many open files"):
+                    raise UserError(
+                        "the processes that read batches need more open files than ulimit -n allows: raise it, or "
+                        "give --num-workers 0"
+                    ) from error
+                if str(error).startswith("DataLoader worker"):
                     raise UserError(
                         f"a process that reads batches has ended ({error}): it may lack memory, room in /dev/shm or "
                         "open files; --num-workers 0 reads batches in the training process"
@@ -63,6 +70,13 @@ def apply() -> None:
                     raise UserError(f"--wandb-project {cfg.common.wandb_project}: {error}") from error
                 raise
             leave()
+
+    @replacing(distributed_utils, "distributed_init")
+    def checked_init(init: Any, cfg: Any) -> int:
+        rank = init(cfg)
+        if dist.is_initialized() and not isinstance(cfg, Namespace) and cfg.common_eval.path is None:
+            check_same_on_all_ranks(cfg)  # before models with spread experts are built, for which ranks meet
+        return rank
 
     @functools.wraps(wrapper, updated=())
     def data_parallel(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:

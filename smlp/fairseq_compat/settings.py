@@ -42,7 +42,9 @@ _SHOWN = 3  # most options in a message
 _OF_MACHINE = (
     *("data", "user_dir", "save_dir", "restore_file", "finetune_from_model", "continue_once", "checkpoint_suffix"),
     *("num_workers", "num_workers_valid", "data_buffer_size", "device_id", "nprocs_per_node", "heartbeat_timeout"),
-    *("log_file", "log_format", "log_interval", "tensorboard_logdir", "wandb_project", "profile_dir"),
+    *("log_file", "log_format", "tensorboard_logdir", "wandb_project", "azureml_logging", "aim_repo"),
+    *("aim_run_hash", "no_progress_bar", "reset_logging", "plasma_path", "empty_cache_freq", "suppress_crashes"),
+    *("profile", "profile_dir", "profile_updates"),
 )
 _BACKENDS = ("legacy_ddp", "no_c10d", "pytorch_ddp", "c10d")
 
@@ -139,10 +141,10 @@ def check_same_on_all_ranks(cfg: Any) -> None:
     Raises:
         UserError: the message names the options, the rank and both values.
     """
-    own = {
-        name: repr(value)
+    own = {"arch": str(getattr(cfg.model, "_name", None))} | {
+        name: str(value)
         for name, value in _by_option(cfg).items()
-        if name not in _OF_MACHINE and not name.startswith("distributed_") and not name.endswith("_file")
+        if name not in _OF_MACHINE and not name.startswith(("distributed_", "_")) and not name.endswith("_file")
     }
     options: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(options, own)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.masked_lm import MaskedLMTask
 from fairseq.trainer import Trainer
@@ -51,7 +50,7 @@ from smlp.fairseq_compat.records import (
     digest_of,
     write_environment,
 )
-from smlp.fairseq_compat.settings import check_half_precision, check_same_on_all_ranks, check_settings
+from smlp.fairseq_compat.settings import check_half_precision, check_settings
 from smlp.fairseq_compat.speed import FLOPS, DataClock, log_speed, measured_rate, model_flops
 from smlp.fairseq_compat.startup import keep_freed_memory
 from smlp.fairseq_compat.stopping import leave_if_asked, stop_signals
@@ -113,8 +112,6 @@ class SparseTrainer(Trainer):
 
     def _settle(self, cfg: Any, model: nn.Module) -> None:
         """Refuse settings that cannot work, and choose the layout of gradients that experts need."""
-        if self._has_others():
-            check_same_on_all_ranks(cfg)
         if self.experts is not None:
             check_settings(cfg)
         if self.core is not None:
@@ -123,11 +120,6 @@ class SparseTrainer(Trainer):
                 # A flat copy of all parameters cannot distinguish experts, and its moments would fit no other layout.
                 cfg.common.fp16_no_flatten_grads = True
         check_half_precision(cfg, torch.cuda.is_available() and not cfg.common.cpu)
-
-    @staticmethod
-    def _has_others() -> bool:
-        """Return whether other ranks train, too; a trainer knows it only when it has been built."""
-        return dist.is_initialized() and dist.get_world_size() > 1
 
     def _build_ema(self) -> None:
         super()._build_ema()
@@ -228,8 +220,9 @@ class SparseTrainer(Trainer):
         stop_signals.prepare()
         self.task.trained_split = self.cfg.dataset.train_subset
         self.train_iterator = super().get_train_iterator(*args, **kw)
-        if self.core is not None and self._has_others():
-            check_same_text(self.train_iterator.dataset, self.task.trained_split)
+        text = getattr(self.task, "texts", {}).get(self.task.trained_split)
+        if text is not None and self.data_parallel_world_size > 1:
+            check_same_text(text, self.task.trained_split)
         return self.train_iterator
 
     def get_valid_iterator(self, subset: str, disable_iterator_cache: bool = False) -> Any:

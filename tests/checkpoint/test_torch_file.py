@@ -177,9 +177,16 @@ def _write_pickle(path: Path, instructions: bytes, again: bool = False) -> None:
         (TENSOR % b"Float" + b"K\0K\4\x85K\1\x85\x89NtR}" + _text("shape") + b"M\0\1\x85sb", "with attributes"),
         (b"ccollections\nOrderedDict\n)R}" + _text("items") + b"Nsb", "an object with attributes"),
         # keys of equal hash: n of them take n * n steps
-        (b"}(" + b"".join(pickle.dumps(n * sys.hash_info.modulus)[2:-1] + b"N" for n in (1, 2)) + b"u", "as? key"),
-        (b"}K\1\x85Ns", "a key"),
-        (b"\x8f(K\1\x85\x90", "a key"),
+        (b"}(" + b"".join(pickle.dumps(n * sys.hash_info.modulus)[2:-1] + b"N" for n in range(1, 1002)) + b"u", "keys"),
+        (b"}K\1\x85\x85Ns", "keys of type tuple"),  # whose hash takes a frame of C for each level
+        (b"\x8f(K\1\x85\x85\x90", "keys of type tuple"),
+        # a dictionary that is read again and again
+        (b"}(" + b"".join(_text(str(n)) + b"N" for n in range(2000)) + b"uq\0" + NAMESPACE + b")\x81" + b"h\0b" * 2000,
+         "referred to too often"),
+        # behind an object of another class, which torch may know
+        (b"cxyz\nAny\n)R0c__builtin__\nbytearray\nJ" + struct.pack("<i", 2_000_000_000) + b"\x85R", "bytearray"),
+        (b"(c__builtin__\ncomplex\n(K\1K\2tRc__builtin__\nbytearray\nK\1\x85Rl", "bytearray"),
+        (b"ctorch\nFloatTensor\nJ" + struct.pack("<i", 2_000_000_000) + b"\x85R", "torch.FloatTensor"),
         # a list that is written once and copied many times
         (b"(" + b"K\1" * 1000 + b"tq\0" + b"ctorch\nSize\nh\0\x85R0" * 1000 + b"N", "referred to too often"),
         (b"c_codecs\nencode\n(" + _text("x" * 9999) + b"q\0" + _text("latin1") + b"q\1tR"
@@ -187,6 +194,7 @@ def _write_pickle(path: Path, instructions: bytes, again: bool = False) -> None:
         # memory that no byte of the file stands for
         (b"\x96" + struct.pack("<Q", 2 << 30), "an instruction that torch.save does not write"),
         (b"c__builtin__\nbytearray\nJ" + struct.pack("<i", 2_000_000_000) + b"\x85R", "bytearray"),
+        (b"ccollections\ndefaultdict\n(N]tR", "a defaultdict of something"),
         (b"ccollections\nCounter\n(lK\1a\x85R", "a Counter of something"),
         (b"(" + b"".join(TENSOR % b"Float" + b"K\0(J" + struct.pack("<i", 250_000 + n) + b"K\1t(K\0K\1t\x89NtR"
                         for n in range(60)) + b"l", "too many tensors"),
@@ -216,10 +224,14 @@ def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_plain_values_of_all_kinds_are_read(tmp_path: Path, protocol: int) -> None:
     states = torch.nn.BatchNorm1d(3).state_dict()
     plain = {"bytes": b"\0\xff", "set": {1, "a"}, "counts": collections.Counter(a=2), None: [], True: (), -1: 2**60}
+    plain |= {0.5: 1, ("a", 2): 3, 2**40: None}
+    if protocol > 3:
+        plain["frozen"] = [1, frozenset({2, (3, 4)}), 5]
+    plain["of sets"] = collections.defaultdict(set, a={1})
     plain["default"] = collections.defaultdict(None, a=[1])
     torch.save({"plain": plain, "states": states}, tmp_path / "file.pt", pickle_protocol=protocol)
     read = read_structure(tmp_path / "file.pt")
-    assert read["plain"] == plain
+    assert read["plain"] == plain and read["plain"]["of sets"].default_factory is set
     assert read["states"]._metadata == states._metadata and list(read["states"]) == list(states)
 
 

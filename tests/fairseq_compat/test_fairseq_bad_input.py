@@ -765,6 +765,7 @@ def test_what_is_called_as_a_split_does_not_take_its_place(tiny_data: Path, tmp_
         assert len(found) == len(wanted) and torch.equal(found[0], wanted[0])
         check_format(str(data / split), "mmap")
     assert indexed_dataset.infer_dataset_impl(str(data / "dict.txt")) == "raw"
+    check_format(str(data / "train"), "raw")  # if it is asked for
 
 
 @pytest.mark.parametrize("name", ["train.idx", "train.bin", "dict.txt"])

@@ -204,7 +204,7 @@ def test_checkpoints_of_something_else(digits, trained, capsys, tmp_path):
     named = ("--model", "smlp_mixer_tiny", *SMALL[:8])
     assert main(["vision", "evaluate", str(damaged), "--data-dir", str(digits), *named]) == 0, "named by hand"
     torch.save({"model": {name: tensor.to_sparse() for name, tensor in weights.items()}}, damaged)
-    assert "_rebuild_sparse_tensor, which is not read" in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
+    assert "is sparse, quantized, " in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
     torch.save({"model": weights, "cfg": {}}, damaged)
     assert "is a checkpoint of fairseq-train" in sentence(capsys, "evaluate", damaged, "--data-dir", digits)
     assert "there is no checkpoint" in train(capsys, digits, "--resume", tmp_path / "none.pth.tar")
@@ -455,19 +455,15 @@ def test_damaged_weights_have_no_accuracy(digits, trained, capsys, tmp_path):
     line = sentence(capsys, "evaluate", tmp_path / "nan.pth.tar", "--data-dir", digits, "-j", "0")
     assert f"{tmp_path / 'nan.pth.tar'} on " in line and "is nan: its weights are damaged or have diverged" in line
     head = content["state_dict"]["head.weight"]
-    for odd, what in (
-        (head.to_sparse(), "torch._utils._rebuild_sparse_tensor"),
-        (head.to("meta"), "torch._utils._rebuild_meta_tensor_no_storage"),
-        (head.to(torch.complex64), "torch.ComplexFloatStorage"),
-        (torch.zeros(1).expand(10**6, 10**6), "a tensor of shape (1000000, 1000000) in a record of 4 bytes"),
-    ):
+    for odd in (head.to_sparse(), head.to("meta"), head.to(torch.complex64)):
         content["state_dict"]["head.weight"] = odd
         torch.save(content, tmp_path / "odd.pth.tar")
         line = sentence(capsys, "evaluate", tmp_path / "odd.pth.tar", "--data-dir", digits, "-j", "0")
-        assert f"odd.pth.tar holds {what}, which is not read" in line
-        torch.save(content, tmp_path / "odd.pth.tar", _use_new_zipfile_serialization=False)
-        line = sentence(capsys, "evaluate", tmp_path / "odd.pth.tar", "--data-dir", digits, "-j", "0")
         assert "odd.pth.tar: head.weight is sparse, quantized, complex, expanded or without values" in line
+    content["state_dict"]["head.weight"] = torch.zeros(1).expand(10**6, 10**6)
+    torch.save(content, tmp_path / "odd.pth.tar")
+    line = sentence(capsys, "evaluate", tmp_path / "odd.pth.tar", "--data-dir", digits, "-j", "0")
+    assert "odd.pth.tar holds a tensor of shape (1000000, 1000000) in a record of 4 bytes, which is not read" in line
 
 
 def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
