@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,8 @@ def _upcycle(args: argparse.Namespace) -> int:
 
         frequencies_V = torch.from_numpy(count_tokens(Path(args.data) / "train", dense.config.vocab_size))
         check_same_dictionary(dense, Path(args.data))
-    sparse = upcycled(dense, args.arch, overrides, args.router_scale, args.seed, frequencies_V)
+    free = shutil.disk_usage(next(folder for folder in target.absolute().parents if folder.is_dir())).free
+    sparse = upcycled(dense, args.arch, overrides, args.router_scale, args.seed, frequencies_V, free)
     write_one_file(sparse, target)
     _report(target)
     words = ["--finetune-from-model", str(target), *training_arguments(open_checkpoint(target))]

@@ -262,6 +262,11 @@ def test_from_an_export_and_to_parts(tmp_path: Path) -> None:
             ["dense.pt cannot become a smlp_tiny: num_experts=5 must"],
         ),
         ("gmlp_lm_tiny", ["--arch", "smlp_tiny", "--feature-experts", "additive"], ["supports gated and linear"]),
+        (
+            "dense_lm_tiny",
+            ["--arch", "hash_lm_tiny", "--num-sparse-layers", "1", "--num-experts", "1000000000"],
+            ["with 1,000,000,000 experts has", "GB of weights, and the disk has only"],
+        ),
         ("dense_lm_tiny", ["--arch", "dense_lm"], ["--arch dense_lm has no sparse blocks"]),
         ("dense_lm_tiny", ["--arch", "base_ml"], ["unknown architecture", "did you mean 'base_lm'"]),
         ("base_lm_tiny", ["--arch", "hash_lm_tiny"], ["base_lm_tiny", "has 1 sparse blocks already"]),

@@ -346,6 +346,8 @@ def test_the_papers_row_stands_beside_its_architectures(asked, tmp_path, monkeyp
     plan = asked()
     results = results_of(plan, Folder(tmp_path / "out"))
     assert results["paper"] is None and results["best"] is None and "gMLP paper" not in page(results)
+    next(iter(results["points"][0]["runs"].values())).update(state="done", message=None)  # of a log with NaN
+    assert "seed 1: its log has no finite scores of its last update" in page(results)
     facts = {"rows": 10, "labels": {}}
     mnli = write_data(tmp_path / "mnli", task="MNLI", classes=("a", "b", "c"), valid1=facts)
     plan = asked(data=mnli)
