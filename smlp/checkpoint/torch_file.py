@@ -50,7 +50,7 @@ _MOST_BITS = 1024  # of a whole number
 _MOST_DIMS = 64  # of a tensor, as in torch
 _ROOM = 8  # bytes that may be made from one byte of the file by calling classes, or by views of its records
 _LARGE = 1 << 31  # whole numbers as keys of dictionaries, see :meth:`_Reader._key`
-_MOST_ODD_KEYS = 1000  # that are neither text nor smaller numbers
+_MOST_ODD_KEYS = 5000  # that are neither text nor smaller numbers
 _WITHOUT_MEMORY = ("torch._utils._rebuild_", "torch.serialization._get_layout")  # of other kinds of tensors
 _CODED = ("latin1", "latin-1")  # how bytes become text in older formats of pickle
 _STORAGES = {
@@ -168,7 +168,7 @@ def _count_values(content: Any, counted: dict[int, int]) -> int:
 
     Each character of a text and each byte of a whole number counts, as they become text in a ``.safetensors`` file.
     """
-    if not isinstance(content, (Mapping, list, tuple, set, argparse.Namespace)):
+    if not isinstance(content, (Mapping, list, tuple, set, frozenset, argparse.Namespace)):
         if isinstance(content, int):
             if content.bit_length() > _MOST_BITS:
                 raise _Refused(f"a number of more than {_MOST_BITS:,} bits")
@@ -213,6 +213,7 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         self._room_of_views = _ROOM * version.stamp[1] + 16 * PIECE_BYTES
         self._flat: dict[StoredTensor, Tensor | None] = {}
         self._held: dict[Any, HeldTensor] = {}
+        self._seen: set[Any] = set()
         self._odd_keys = _MOST_ODD_KEYS
         #: the first object of another class
         self.foreign: _Foreign | None = None
@@ -261,6 +262,12 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         if has_pairs and (made in _EMPTY or (made is collections.Counter and type(arguments[0]) is not dict)):
             raise _Refused(f"a {made.__name__} of something")
         return made(*arguments)
+
+    def _reduce_with_names(self) -> None:
+        self.stack.pop()  # arguments by name, which only other classes have
+        if not isinstance(self.stack[-2], _Foreign):
+            raise _Refused("a call with names")
+        self._reduce()
 
     def _spend(self, count: int) -> None:
         """Count values that are read once more, which takes time that no byte of the file stands for."""
@@ -326,10 +333,14 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
             return value
         parts = value if type(value) is tuple else (value,)  # of nested ones, Python could not compute a hash
         self._spend(len(parts))
-        if self._odd_keys and all(isinstance(part, (str, bytes, int, float, _Foreign, type(None))) for part in parts):
-            self._odd_keys -= 1
-            return value
-        raise _Refused(f"keys of type {type(value).__name__}")
+        if any(isinstance(part, int) and part.bit_length() > _MOST_BITS for part in parts):
+            raise _Refused(f"a number of more than {_MOST_BITS:,} bits")
+        if not all(isinstance(part, (str, bytes, int, float, _Foreign, type(None))) for part in parts):
+            raise _Refused(f"a {type(value).__name__} as a key")
+        self._odd_keys -= not isinstance(value, _Foreign)
+        if self._odd_keys < 0:
+            raise _Refused(f"more than {_MOST_ODD_KEYS:,} keys that are large numbers or no text")
+        return value
 
     def _make_frozenset(self) -> None:
         values = self.pop_mark()
@@ -342,6 +353,7 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         **pickle._Unpickler.dispatch,
         pickle.REDUCE[0]: _reduce,
         pickle.NEWOBJ[0]: _reduce,  # class.__new__(class, *arguments): for plain classes, the same
+        pickle.NEWOBJ_EX[0]: _reduce_with_names,
         pickle.BUILD[0]: _build,
         pickle.SETITEM[0]: _set_item,
         pickle.SETITEMS[0]: lambda self: self._set_items(self.pop_mark()),
@@ -350,7 +362,7 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
         pickle.ADDITEMS[0]: _add_to_set,
         pickle.FROZENSET[0]: _make_frozenset,
-        **dict.fromkeys((pickle.PERSID[0], pickle.INST[0], pickle.OBJ[0], pickle.NEWOBJ_EX[0]), _refuse),
+        **dict.fromkeys((pickle.PERSID[0], pickle.INST[0], pickle.OBJ[0]), _refuse),
         **dict.fromkeys((pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0], pickle.BYTEARRAY8[0]), _refuse),
     }
 
@@ -371,13 +383,15 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         if (start + span) * itemsize > held or numel * itemsize > max(held, PIECE_BYTES):
             raise _Refused(f"a tensor of shape {shape} in a record of {held:,} bytes")
         offset = self._begin_of(record) + start * itemsize
-        if numel == 0 or stride == _contiguous(shape) or all(size == 1 for size in shape):
-            return StoredTensor(self._version, offset, storage.dtype, shape)
         view = storage, start, shape, stride
-        if view not in self._held:  # a record is loaded at most twice, however many views of it the file has
+        if view not in self._seen:
+            self._seen.add(view)
             self._room_of_views -= numel * itemsize
             if self._room_of_views < 0:
                 raise _Refused("too many tensors in the same records")
+        if numel == 0 or stride == _contiguous(shape) or all(size == 1 for size in shape):
+            return StoredTensor(self._version, offset, storage.dtype, shape)
+        if view not in self._held:  # a record is loaded at most twice, however many views of it the file has
             source = StoredTensor(self._version, self._begin_of(record), storage.dtype, (held // itemsize,))
             if source not in self._flat:  # of the first view only what it spans: there are mostly no others
                 flat = StoredTensor(self._version, offset, storage.dtype, (span,)).load()

@@ -89,7 +89,7 @@ def curve_of(records: Iterable[Mapping[str, Any]], name: str, subset: str = "val
         for prefix, found in points.items():
             bits = record.get(f"{prefix}nll_loss", record.get(f"{prefix}loss"))
             updates = record.get(f"{prefix}num_updates")
-            if bits is not None and updates is not None and math.isfinite(of_bits(float(bits))):
+            if bits is not None and updates is not None and 0 < of_bits(float(bits)) < math.inf:
                 found[int(updates)] = float(bits)
     return TrainingCurve(name, _ordered(points[""] or points["train_"]), _ordered(points[f"{subset}_"]))
 

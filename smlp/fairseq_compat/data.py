@@ -55,6 +55,14 @@ def apply() -> None:
             return "lazy"  # of "cached", fairseq reads sequences before they are in its cache
         return "mmap" if beginning == MAGIC else infer(path)
 
+    @replacing(indexed_dataset.IndexedDataset, "__getitem__")
+    def item_of_older_format(get_item: Any, self: Any, number: int) -> Any:
+        # A file that was opened before a fork has one position for all processes, which would read each other's tokens.
+        if getattr(self, "opened_by", None) not in (None, os.getpid()):
+            self.data_file = None
+        self.opened_by = os.getpid()
+        return get_item(self, number)
+
     @replacing(LanguageModelingTask, "setup_dictionary")
     def checked_setup_dictionary(setup_dictionary: Any, cls: type, args: Any, **kw: Any) -> Any:
         if args.data:
@@ -264,7 +272,7 @@ def check_format(prefix: str, wanted: str | None) -> None:
         return
     if wanted == "raw" and IndexedRawTextDataset.exists(prefix):  # beside binarised data
         return
-    are = f"are in the format {found!r}" if found else "are missing"
+    are = f"are {'read as' if found == 'lazy' else 'in the format'} {found!r}" if found else "are missing"
     raise UserError(f"--dataset-impl {wanted}: the data {prefix} {are}; leave --dataset-impl out")
 
 
@@ -317,8 +325,10 @@ def text_of(directory: str | Path, names: Sequence[str]) -> tuple[int, int]:
     The files are read as such: a dataset in the older format would stay open, and be shared by processes that read it.
     """
     size = found = 0
-    for path in (Path(directory) / f"{name}.{ending}" for name in names for ending in ("idx", "bin")):
-        with contextlib.suppress(OSError), open(path, "rb") as file:  # text that is not binarised has other files
+    is_binarized = any((Path(directory) / f"{name}.bin").exists() for name in names)
+    endings = (".idx", ".bin") if is_binarized else ("",)
+    for path in (Path(directory) / f"{name}{ending}" for name in names for ending in endings):
+        with contextlib.suppress(OSError), open(path, "rb") as file:  # what is missing is named elsewhere
             num_bytes = os.fstat(file.fileno()).st_size
             size += num_bytes
             for start in range(0, num_bytes, max(_PIECE, num_bytes // _COMPARED)):

@@ -41,8 +41,8 @@ def apply() -> None:
     @replacing(checkpoint_utils, "save_checkpoint")
     def save_checkpoint(save: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
         experts = getattr(trainer, "experts", None)
-        if experts is None and not cfg.no_save and getattr(trainer, "core", None) is not None:
-            check_weights(trainer)
+        if (experts is None or cfg.no_save) and getattr(trainer, "core", None) is not None:
+            check_weights(trainer)  # otherwise each rank does, when it writes
         if experts is None or cfg.no_save:
             path = save(cfg, trainer, epoch_itr, val_loss)
             if path is not None:  # it may have replaced a checkpoint in parts

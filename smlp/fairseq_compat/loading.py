@@ -19,6 +19,7 @@ from omegaconf import open_dict
 
 from smlp.checkpoint.content import embedding_name, moment_problems, older_settings, progress_problems
 from smlp.checkpoint.export import is_export
+from smlp.checkpoint.index import PARTS_FOLDER
 from smlp.checkpoint.load import dictionary_of
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.parts import attach
@@ -51,6 +52,8 @@ def apply() -> None:
         try:
             state = load_to_cpu(path, *rest, **kw)
         except Exception as error:  # unpickling arbitrary bytes can raise anything
+            if isinstance(error, pickle.UnpicklingError) and (other := _other_class(path)):
+                raise UserError(other) from error
             if _is_refused_type(error) or not Path(path).is_file():
                 raise
             raise UserError(exported(path) or damaged(path, error)) from error
@@ -278,7 +281,8 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
 
     Raises:
         UserError: what ``--restore-file``, ``--finetune-from-model`` or ``--continue-once`` names is missing or no
-            file, or ``checkpoint_last.pt`` or ``checkpoint_best.pt`` is something other than a file.
+            file, ``checkpoint_last.pt`` or ``checkpoint_best.pt`` is something other than a file, or ``experts`` is no
+            folder.
     """
     from fairseq.file_io import PathManager
 
@@ -286,6 +290,9 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
     last, best = (Path(cfg.save_dir) / f"checkpoint_{name}{suffix}.pt" for name in ("last", "best"))
     if not getattr(cfg, "no_save", False) and not is_missing(best):
         check_writable(best)
+    parts = Path(cfg.save_dir) / PARTS_FOLDER
+    if getattr(trainer, "experts", None) is not None and not is_missing(parts) and not parts.is_dir():
+        raise UserError(f"{parts} is no folder: checkpoints need it for the experts of each rank")
     named = {"--continue-once": getattr(cfg, "continue_once", None), "--finetune-from-model": cfg.finetune_from_model}
     if cfg.restore_file != DEFAULT_RESTORE_FILE:
         named = {"--restore-file": cfg.restore_file.replace(".pt", suffix + ".pt")}
@@ -466,6 +473,17 @@ def newest_loadable(path: Path, compare: bool = False, suffix: str = "") -> Path
                 return other
         except UserError:
             continue
+    return None
+
+
+def _other_class(path: str) -> str | None:
+    """Return the message for a file with objects of other classes than torch reads by itself; None for another one."""
+    try:
+        read_structure(path)
+    except OtherClassError as error:
+        return f"{error}: a plug-in that saved it can allow it with torch.serialization.add_safe_globals"
+    except UserError:
+        return None
     return None
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from smlp.errors import ParallelError, UserError
 from smlp.fairseq_compat.arguments import has_option
@@ -51,7 +50,8 @@ def apply() -> None:
                 with stoppable(cfg):
                     call_main(cfg, main, **kwargs)
             except RuntimeError as error:
-                if str(error).startswith("Too many open files"):
+                is_of_worker = "DataLoader worker" in str(error) or str(error).startswith("Too many open files")
+                if is_of_worker and "Too many open files" in str(error):
                     raise UserError(
                         "the processes that read batches need more open files than ulimit -n allows: raise it, or "
                         "give --num-workers 0"
@@ -74,7 +74,7 @@ def apply() -> None:
     @replacing(distributed_utils, "distributed_init")
     def checked_init(init: Any, cfg: Any) -> int:
         rank = init(cfg)
-        if dist.is_initialized() and not isinstance(cfg, Namespace) and cfg.common_eval.path is None:
+        if not isinstance(cfg, Namespace) and cfg.common_eval.path is None:
             check_same_on_all_ranks(cfg)  # before models with spread experts are built, for which ranks meet
         return rank
 

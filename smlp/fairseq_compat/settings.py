@@ -38,9 +38,10 @@ _PAIRS = (
     ("adafactor_eps", "(1e-30, 1e-3)", math.inf),
 )
 _SHOWN = 3  # most options in a message
+_are_compared = False  # the options of all ranks, in this process
 #: options that each machine may have its own value of
 _OF_MACHINE = (
-    *("data", "user_dir", "save_dir", "restore_file", "finetune_from_model", "continue_once", "checkpoint_suffix"),
+    *("data", "user_dir", "save_dir", "checkpoint_suffix"),
     *("num_workers", "num_workers_valid", "data_buffer_size", "device_id", "nprocs_per_node", "heartbeat_timeout"),
     *("log_file", "log_format", "tensorboard_logdir", "wandb_project", "azureml_logging", "aim_repo"),
     *("aim_run_hash", "no_progress_bar", "reset_logging", "plasma_path", "empty_cache_freq", "suppress_crashes"),
@@ -138,14 +139,22 @@ def _by_option(cfg: Any) -> dict[str, Any]:
 def check_same_on_all_ranks(cfg: Any) -> None:
     """Refuse ranks that were started with different options: their copies of the model would drift apart. A collective.
 
+    It does nothing in one process, and when it is called again.
+
     Raises:
         UserError: the message names the options, the rank and both values.
     """
+    global _are_compared
+    if _are_compared or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    _are_compared = True
     own = {"arch": str(getattr(cfg.model, "_name", None))} | {
         name: str(value)
         for name, value in _by_option(cfg).items()
         if name not in _OF_MACHINE and not name.startswith(("distributed_", "_")) and not name.endswith("_file")
     }
+    for name in ("restore_file", "finetune_from_model", "continue_once"):  # each machine may have its own copy
+        own[name] = own.get(name, "").rpartition("/")[2]
     options: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(options, own)
     for rank, other in enumerate(options):

@@ -50,7 +50,7 @@ from smlp.fairseq_compat.records import (
     digest_of,
     write_environment,
 )
-from smlp.fairseq_compat.settings import check_half_precision, check_settings
+from smlp.fairseq_compat.settings import check_half_precision, check_same_on_all_ranks, check_settings
 from smlp.fairseq_compat.speed import FLOPS, DataClock, log_speed, measured_rate, model_flops
 from smlp.fairseq_compat.startup import keep_freed_memory
 from smlp.fairseq_compat.stopping import leave_if_asked, stop_signals
@@ -112,6 +112,7 @@ class SparseTrainer(Trainer):
 
     def _settle(self, cfg: Any, model: nn.Module) -> None:
         """Refuse settings that cannot work, and choose the layout of gradients that experts need."""
+        check_same_on_all_ranks(cfg)  # in processes that fairseq spawned, nothing has compared them yet
         if self.experts is not None:
             check_settings(cfg)
         if self.core is not None:

@@ -177,12 +177,13 @@ def _write_pickle(path: Path, instructions: bytes, again: bool = False) -> None:
         (TENSOR % b"Float" + b"K\0K\4\x85K\1\x85\x89NtR}" + _text("shape") + b"M\0\1\x85sb", "with attributes"),
         (b"ccollections\nOrderedDict\n)R}" + _text("items") + b"Nsb", "an object with attributes"),
         # keys of equal hash: n of them take n * n steps
-        (b"}(" + b"".join(pickle.dumps(n * sys.hash_info.modulus)[2:-1] + b"N" for n in range(1, 1002)) + b"u", "keys"),
-        (b"}K\1\x85\x85Ns", "keys of type tuple"),  # whose hash takes a frame of C for each level
-        (b"\x8f(K\1\x85\x85\x90", "keys of type tuple"),
+        (b"}(" + b"".join(pickle.dumps(n * sys.hash_info.modulus)[2:-1] + b"N" for n in range(1, 5002)) + b"u", "keys"),
+        (b"}K\1\x85\x85Ns", "a tuple as a key"),  # whose hash takes a frame of C for each level
+        (b"\x8f(K\1\x85\x85\x90", "a tuple as a key"),
         # a dictionary that is read again and again
         (b"}(" + b"".join(_text(str(n)) + b"N" for n in range(2000)) + b"uq\0" + NAMESPACE + b")\x81" + b"h\0b" * 2000,
          "referred to too often"),
+        (b"}\x8b" + struct.pack("<i", 200) + b"\x7f" * 200 + b"q\0h\0\x86Ns", "a number of more than 1,024 bits"),
         # behind an object of another class, which torch may know
         (b"cxyz\nAny\n)R0c__builtin__\nbytearray\nJ" + struct.pack("<i", 2_000_000_000) + b"\x85R", "bytearray"),
         (b"(c__builtin__\ncomplex\n(K\1K\2tRc__builtin__\nbytearray\nK\1\x85Rl", "bytearray"),
@@ -211,6 +212,18 @@ def test_instructions_that_do_more_than_make_values_are_refused(tmp_path: Path, 
     assert "__init__" in vars(argparse.Namespace) and argparse.Namespace.__init__ is not None
 
 
+def test_tensors_that_overlap_are_bounded(tmp_path: Path) -> None:
+    """Each would be written in full."""
+    numbers = torch.zeros(1 << 20)
+    torch.save([numbers[k:] for k in range(8)], tmp_path / "some.pt")
+    assert len(read_structure(tmp_path / "some.pt")) == 8
+    torch.save([numbers[k:] for k in range(20)], tmp_path / "many.pt")
+    with pytest.raises(UserError, match="too many tensors in the same records"):
+        read_structure(tmp_path / "many.pt")
+    torch.save([numbers] * 100, tmp_path / "same.pt")
+    assert len(read_structure(tmp_path / "same.pt")) == 100
+
+
 def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     _write_pickle(path, b"N")
@@ -227,6 +240,7 @@ def test_plain_values_of_all_kinds_are_read(tmp_path: Path, protocol: int) -> No
     plain |= {0.5: 1, ("a", 2): 3, 2**40: None}
     if protocol > 3:
         plain["frozen"] = [1, frozenset({2, (3, 4)}), 5]
+    plain["many"] = dict.fromkeys(range(2**40, 2**40 + 1001))
     plain["of sets"] = collections.defaultdict(set, a={1})
     plain["default"] = collections.defaultdict(None, a=[1])
     torch.save({"plain": plain, "states": states}, tmp_path / "file.pt", pickle_protocol=protocol)

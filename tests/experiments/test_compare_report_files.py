@@ -224,6 +224,19 @@ def test_files_that_leave_out_what_they_may(out):
     assert "- train: 0 tokens" in page and "1 GPU (H200)" in page
 
 
+def test_lines_of_updates_that_the_run_does_not_have(out):
+    """Of a longer run, or damaged; a loss so low that its perplexity is 0 is no point either."""
+    path = run_folder(out, "gMLP", 1) / "train.log"
+    before = next(run for run in read_results(out).runs if run.folder == path.parent)
+    more = [{"num_updates": "500"}, {"num_updates": "-7"}, {"num_updates": "9" * 24}, {"num_updates": "10"}]
+    lines = [{"epoch": 1, "loss": "9", "wpb": "128", "train_wall": "40", **line} for line in more[:3]]
+    lines += [{"epoch": 1, "valid_loss": "-1100", "valid_num_updates": "10"}]
+    path.write_text(path.read_text() + "".join(f"{json.dumps(line)}\n" for line in lines))
+    after = next(run for run in read_results(out).runs if run.folder == path.parent)
+    assert after.notes == ("3 lines of train.log do not count: their updates are not from 0 to 40",)
+    assert (after.curve, after.lines) == (before.curve, before.lines)
+
+
 def test_a_run_of_another_model_says_so(out):
     path = run_folder(out, "gMLP", 1) / "run.json"
     record = json.loads(path.read_text())

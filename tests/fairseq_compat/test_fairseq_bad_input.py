@@ -103,6 +103,7 @@ WRONG_STATES: dict[str, tuple[list[str | int], object]] = {
     "metrics": (["extra_state", "metrics"], "junk"),
     "extra_state": (["extra_state"], None),
     "optimizer_history": (["optimizer_history"], None),
+    "bytes": (["extra_state", "of a plug-in"], b""),
 }
 
 # name: (tool, arguments after the data directory, data directory or None for the good one, what the sentence must say)
@@ -169,6 +170,12 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         ["--past-target: this model predicts the next token only"],
     ),
     "last is a pipe": ("train", ["--save-dir", "{root}/pipe_last"], None, ["checkpoint_last.pt is", "named pipe"]),
+    "restore another class": (
+        "train",
+        [*TRAIN, "--restore-file", "{root}/kinds/bytes.pt"],
+        None,
+        ["bytes.pt holds __builtin__.bytes, which is not read: a plug-in that saved it can allow it with"],
+    ),
     "best is a folder": ("train", ["--save-dir", "{root}/folder_best"], None, ["checkpoint_best.pt is a folder"]),
     "restore flipped": (
         "train",
@@ -766,6 +773,27 @@ def test_what_is_called_as_a_split_does_not_take_its_place(tiny_data: Path, tmp_
         check_format(str(data / split), "mmap")
     assert indexed_dataset.infer_dataset_impl(str(data / "dict.txt")) == "raw"
     check_format(str(data / "train"), "raw")  # if it is asked for
+
+
+def test_processes_do_not_share_a_place_in_a_file_of_the_older_format(tiny_data: Path, tmp_path: Path) -> None:
+    from fairseq.data import indexed_dataset
+
+    import smlp.models  # noqa: F401  it applies the remedies
+
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "train.bin"))
+    for tokens in indexed_dataset.MMapIndexedDataset(str(tiny_data / "train")):
+        builder.add_item(tokens)
+    builder.finalize(str(tmp_path / "train.idx"))
+    dataset = indexed_dataset.IndexedDataset(str(tmp_path / "train"), fix_lua_indexing=False)
+    dataset[3]
+    before = dataset.data_file.tell()
+    if (pid := os.fork()) == 0:
+        try:
+            dataset[200]
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert dataset.data_file.tell() == before
 
 
 @pytest.mark.parametrize("name", ["train.idx", "train.bin", "dict.txt"])

@@ -271,11 +271,18 @@ def _run(out: Path, model: Model, seed: int, subset: str, updates: int, scored_a
     if record.get("model", model.name) != model.name:
         notes.append(f"run.json is that of another run: model = {record['model']}, not {model.name}")
     log: list[dict[str, Any]] = []
+    places = ("num_updates", "train_num_updates", f"{subset}_num_updates")
     if (folder / "train.log").is_file():
         try:
             log = log_records(folder / "train.log")
         except UserError as error:
             notes.append(str(error))
+    ours = [record for record in log if all(0 <= int(record.get(name, 0)) <= updates for name in places)]
+    if len(ours) < len(log):
+        notes.append(
+            f"{len(log) - len(ours)} lines of train.log do not count: their updates are not from 0 to {updates:,}"
+        )
+    log = ours
     lines = training_lines(log)
     times = read_lines_and_note(folder / "update_times.jsonl", notes, json_files.TIME_LINE)
     last_of_all = updates if state == DONE else 0
