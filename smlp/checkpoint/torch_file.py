@@ -210,7 +210,7 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._version, self._records = version, records
         self._room = _ROOM * len(data)
-        self._room_of_views = _ROOM * version.stamp[1] + 16 * PIECE_BYTES
+        self._room_of_views = self._largest = _ROOM * version.stamp[1] + 16 * PIECE_BYTES
         self._flat: dict[StoredTensor, Tensor | None] = {}
         self._held: dict[Any, HeldTensor] = {}
         self._seen: set[Any] = set()
@@ -249,11 +249,17 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
 
     def _call(self, made: Any, arguments: tuple) -> Any:
         """Return what a class or function makes of arguments, which together may not be larger than the file."""
+        other = next((value for value in arguments if isinstance(value, _Foreign)), None)
+        is_torchs = isinstance(made, _Foreign) and made.name.startswith("torch.")
+        if len(arguments) > 2 and (is_torchs or (other and made == self._tensor)):
+            shape = arguments[2]  # of a tensor of another kind
+            if type(shape) is tuple and all(type(size) is int for size in shape) and _product(shape) > self._largest:
+                raise _Refused(f"a tensor of shape {shape} in a file of {self._version.stamp[1]:,} bytes")
         if isinstance(made, _Foreign):
-            if made.name.startswith("torch.") and not made.name.startswith(_WITHOUT_MEMORY):
+            if is_torchs and not made.name.startswith(_WITHOUT_MEMORY):
                 raise _Refused(made.name)  # torch would make a tensor of any size
             return made
-        if other := next((value for value in arguments if isinstance(value, _Foreign)), None):
+        if other:
             return other
         self._spend(sum(len(value) for value in arguments if isinstance(value, Collection)))
         if made is set:
@@ -367,8 +373,6 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
     }
 
     def _tensor(self, storage: _Storage, start: int, shape: Sequence[int], stride: Sequence[int], *_: Any) -> Any:
-        if isinstance(storage, _Foreign):
-            return storage
         if not isinstance(storage, _Storage) or len(shape) != len(stride) or len(shape) > _MOST_DIMS:
             raise _Refused("a tensor without a shape")
         shape, stride = tuple(shape), tuple(stride)
@@ -386,20 +390,27 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
         view = storage, start, shape, stride
         if view not in self._seen:
             self._seen.add(view)
-            self._room_of_views -= numel * itemsize
-            if self._room_of_views < 0:
-                raise _Refused("too many tensors in the same records")
+            self._load(max(numel, span) * itemsize)
         if numel == 0 or stride == _contiguous(shape) or all(size == 1 for size in shape):
             return StoredTensor(self._version, offset, storage.dtype, shape)
-        if view not in self._held:  # a record is loaded at most twice, however many views of it the file has
+        if view not in self._held:  # a record is loaded at most twice in a type, however many views the file has
             source = StoredTensor(self._version, self._begin_of(record), storage.dtype, (held // itemsize,))
             if source not in self._flat:  # of the first view only what it spans: there are mostly no others
                 flat = StoredTensor(self._version, offset, storage.dtype, (span,)).load()
                 self._flat[source], self._held[view] = None, HeldTensor(flat.as_strided(shape, stride))
                 return self._held[view]
-            flat = self._flat[source] = source.load() if self._flat[source] is None else self._flat[source]
+            if self._flat[source] is None:
+                self._load(held)
+                self._flat[source] = source.load()
+            flat = self._flat[source]
             self._held[view] = HeldTensor(flat.as_strided(shape, stride, start))
         return self._held[view]
+
+    def _load(self, num_bytes: int) -> None:
+        """Count bytes of tensors, which may lie in the same records."""
+        self._room_of_views -= num_bytes
+        if self._room_of_views < 0:
+            raise _Refused("too many tensors in the same records")
 
     def _begin_of(self, record: zipfile.ZipInfo) -> int:
         """Return the offset in the file at which the bytes of a record begin."""
@@ -407,6 +418,11 @@ class _Reader(pickle._Unpickler):  # the C version allocates a memo as large as 
             file.seek(record.header_offset)
             header = file.read(_LOCAL_HEADER.size)
         return record.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    """Return the product of sizes, up to 64 of which may be large."""
+    return math.prod(sizes[:_MOST_DIMS]) if all(0 <= size < 1 << 63 for size in sizes[:_MOST_DIMS]) else 0
 
 
 def _bytes_of(text: str, coding: str) -> bytes:

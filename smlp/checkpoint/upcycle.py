@@ -167,13 +167,13 @@ def upcycled(
         raise UserError("--spatial-bias-init would not be used: new blocks start with a bias of 0 and add nothing")
     with without_weights():
         shapes = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
-    size = 4 * sum(map(math.prod, shapes.values()))  # at most: in a checkpoint of 16 bits, it is half
-    if size > 2 * free_bytes:
-        raise UserError(
-            f"a {arch} with {config.num_experts:,} experts has {size / 1e9:,.1f} GB of weights, and the disk has only "
-            f"{free_bytes / 1e9:,.1f} GB left"
-        )
     making = _Making(dense, config, shapes, router_scale, seed, frequencies_V)
+    size = making.dtype.itemsize * sum(map(math.prod, shapes.values()))
+    if size > free_bytes:
+        raise UserError(
+            f"a {arch} with {config.num_experts:,} experts has {size / 1e9:,.3g} GB of weights, and the disk has only "
+            f"{free_bytes / 1e9:,.3g} GB left"
+        )
     model = {_PREFIX + name: making.tensor(name) for name in shapes}
     assert all(model[_PREFIX + name].shape == shape for name, shape in shapes.items())
     own = {name: value for name, value in flatten(config).items() if name not in FROM_TASK}

@@ -34,7 +34,7 @@ Texts of several requests are written side by side. What requests may say: docs/
 _KEY = "SMLP_API_KEY"
 _SECONDS_TO_END = 5
 _SECONDS_QUIET = 60
-_BACKLOG = 128  # connections that wait; asyncio tries to accept so many at a time, also without descriptors
+_BACKLOG = 512  # connections that wait; asyncio tries to accept so many at a time, also without descriptors
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +141,8 @@ class _Full(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
         if not message.startswith("socket.accept() out of system resource"):
-            return not (message.startswith("Exception in callback") and "._start_serving(" in message)
+            is_closed = isinstance((record.exc_info or (None, None))[1], ValueError)
+            return not (is_closed and message.startswith("Exception in callback") and "._start_serving(" in message)
         record.msg, record.args, record.exc_info = "no more connections can be opened: see ulimit -n", (), None
         is_due = time.monotonic() >= self._next
         self._next = time.monotonic() + _SECONDS_QUIET if is_due else self._next

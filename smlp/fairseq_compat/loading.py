@@ -288,7 +288,8 @@ def check_restore_file(cfg: Any, trainer: Any) -> str | None:
 
     suffix = trainer.checkpoint_suffix
     last, best = (Path(cfg.save_dir) / f"checkpoint_{name}{suffix}.pt" for name in ("last", "best"))
-    if not getattr(cfg, "no_save", False) and not is_missing(best):
+    saves = not getattr(cfg, "no_save", False) and getattr(trainer, "data_parallel_rank", 0) == 0
+    if saves and not is_missing(best):
         check_writable(best)
     parts = Path(cfg.save_dir) / PARTS_FOLDER
     if getattr(trainer, "experts", None) is not None and not is_missing(parts) and not parts.is_dir():

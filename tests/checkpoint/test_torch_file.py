@@ -30,7 +30,7 @@ from smlp.checkpoint.lazy import (
     rows_of,
     scaled,
 )
-from smlp.checkpoint.torch_file import damaged_places, named_tensors, read_structure, write_torch_file
+from smlp.checkpoint.torch_file import OtherClassError, damaged_places, named_tensors, read_structure, write_torch_file
 from smlp.errors import UserError
 
 
@@ -222,6 +222,18 @@ def test_tensors_that_overlap_are_bounded(tmp_path: Path) -> None:
         read_structure(tmp_path / "many.pt")
     torch.save([numbers] * 100, tmp_path / "same.pt")
     assert len(read_structure(tmp_path / "same.pt")) == 100
+
+
+def test_tensors_of_kinds_that_are_left_to_torch_are_bounded(tmp_path: Path) -> None:
+    for tensor in (torch.ones(6, dtype=torch.uint16), torch.ones(6, dtype=torch.complex64), torch.eye(3).to_sparse()):
+        torch.save([tensor, {"a": 1}], tmp_path / "some.pt")
+        with pytest.raises(OtherClassError):
+            read_structure(tmp_path / "some.pt")
+    for dtype in (torch.uint16, torch.complex64):
+        torch.save(torch.ones(1, dtype=dtype).expand(10**5, 10**5), tmp_path / "large.pt")
+        with pytest.raises(UserError, match=r"holds a tensor of shape \(100000, 100000\) in a file of") as caught:
+            read_structure(tmp_path / "large.pt")
+        assert not isinstance(caught.value, OtherClassError)
 
 
 def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
