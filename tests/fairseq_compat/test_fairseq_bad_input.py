@@ -61,6 +61,10 @@ def broken(tiny_data: Path, tiny_run, tmp_path_factory: pytest.TempPathFactory) 
         place.pop(way[-1]) if value is None else place.update({way[-1]: value})
         torch.save(state, kinds / f"{name}.pt")
 
+    state = torch.load(tiny_run[0] / "checkpoint_best.pt")
+    state["extra_state"]["of a plug-in"] = b""
+    torch.save(state, kinds / "bytes.pt")
+
     last = root / "corrupted_last"
     last.mkdir()
     (last / "checkpoint_best.pt").write_bytes(whole)
@@ -103,7 +107,6 @@ WRONG_STATES: dict[str, tuple[list[str | int], object]] = {
     "metrics": (["extra_state", "metrics"], "junk"),
     "extra_state": (["extra_state"], None),
     "optimizer_history": (["optimizer_history"], None),
-    "bytes": (["extra_state", "of a plug-in"], b""),
 }
 
 # name: (tool, arguments after the data directory, data directory or None for the good one, what the sentence must say)
