@@ -8,7 +8,6 @@ and of the gates that copies make up for, and says how equal experts become diff
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -131,7 +130,6 @@ def upcycled(
     router_scale: float | None = None,
     seed: int = 1,
     frequencies_V: Tensor | None = None,
-    free_bytes: float = math.inf,
 ) -> Checkpoint:
     """Return a checkpoint of a sparse model with the outputs of a dense one, without optimizer, at update 0.
 
@@ -142,10 +140,9 @@ def upcycled(
             or :data:`TINY_FP16` for a checkpoint of fp16 training, in which smaller numbers are zero.
         seed: of the new weights.
         frequencies_V: how often each token occurs in the training data, (V,), for ``hash_kind=balanced``.
-        free_bytes: of the disk that it is to be written to.
 
     Raises:
-        UserError: see :func:`target_config`; or the disk is too small.
+        UserError: see :func:`target_config`.
     """
     config = target_config(dense, arch, overrides)
     ignored = ignored_settings(config, PRESETS[arch])
@@ -168,12 +165,6 @@ def upcycled(
     with without_weights():
         shapes = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
     making = _Making(dense, config, shapes, router_scale, seed, frequencies_V)
-    size = making.dtype.itemsize * sum(map(math.prod, shapes.values()))
-    if size > free_bytes:
-        raise UserError(
-            f"a {arch} with {config.num_experts:,} experts has {size / 1e9:,.3g} GB of weights, and the disk has only "
-            f"{free_bytes / 1e9:,.3g} GB left"
-        )
     model = {_PREFIX + name: making.tensor(name) for name in shapes}
     assert all(model[_PREFIX + name].shape == shape for name, shape in shapes.items())
     own = {name: value for name, value in flatten(config).items() if name not in FROM_TASK}

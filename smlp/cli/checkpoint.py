@@ -7,10 +7,13 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smlp.cli.numbers import MOST, real, whole
 from smlp.cli.options import add_tokenizer_option
+
+if TYPE_CHECKING:
+    from smlp.config import ModelConfig
 
 DESCRIPTION = "inspect, verify and convert checkpoints"
 EPILOG = """examples:
@@ -233,7 +236,7 @@ def _upcycle(args: argparse.Namespace) -> int:
     from smlp.checkpoint.inspection import open_intact
     from smlp.checkpoint.opened import open_checkpoint
     from smlp.checkpoint.output import check_target, write_one_file
-    from smlp.checkpoint.upcycle import check_same_dictionary, training_arguments, upcycled
+    from smlp.checkpoint.upcycle import check_same_dictionary, target_config, training_arguments, upcycled
     from smlp.text.binarized import count_tokens
 
     target = check_target(args.output, [args.path], args.force)
@@ -246,13 +249,32 @@ def _upcycle(args: argparse.Namespace) -> int:
 
         frequencies_V = torch.from_numpy(count_tokens(Path(args.data) / "train", dense.config.vocab_size))
         check_same_dictionary(dense, Path(args.data))
-    free = shutil.disk_usage(next(folder for folder in target.absolute().parents if folder.is_dir())).free
-    sparse = upcycled(dense, args.arch, overrides, args.router_scale, args.seed, frequencies_V, free)
+    _check_room(target, target_config(dense, args.arch, overrides))
+    sparse = upcycled(dense, args.arch, overrides, args.router_scale, args.seed, frequencies_V)
     write_one_file(sparse, target)
     _report(target)
     words = ["--finetune-from-model", str(target), *training_arguments(open_checkpoint(target))]
     print(f"train it with {shlex.join(words)}")
     return 0
+
+
+def _check_room(target: Path, config: ModelConfig) -> None:
+    """Refuse a model whose weights, in 16 bits, have no room on the disk, before anything of its size is made.
+
+    Raises:
+        UserError: the message has the sizes.
+    """
+    from smlp.costs.formula import parameters
+    from smlp.errors import UserError
+
+    own = parameters(config, 1)
+    size = 2 * (own.expert_per_rank + own.other)
+    free = shutil.disk_usage(next(folder for folder in target.absolute().parents if folder.is_dir())).free
+    if size > free:
+        raise UserError(
+            f"a model with {config.num_experts:,} experts has {size / 1e9:,.3g} GB of weights, and the disk has only "
+            f"{free / 1e9:,.3g} GB left"
+        )
 
 
 def _report(target: Path) -> int:
