@@ -284,7 +284,7 @@ REFUSED = {
     "batch": (["{data}", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
     "too long": (["{data}", "--tokens-per-sample", "13"], "--tokens-per-sample 13 must be"),
     "no capacity": (["{data}", "--eval-capacity-factor", "1"], "no expert of"),
-    "negative": (["{data}", "--eval-capacity-factor=-1"], "must be at least 0, got -1"),
+    "negative": (["{data}", "--eval-capacity-factor=-1"], "must be at least 0 and at most 1,000,000,000, got -1"),
     "parity": (["{data}", "--parity", "--batch-size", "3"], "leave --batch-size out"),
     "parity in half": (["{data}", "--parity", "--dtype", "int8"], "leave --dtype int8 out"),
     "parity of one": (["{data}", "--parity", "--nproc", "1"], "leave --nproc 1 out"),
