@@ -260,7 +260,7 @@ class Reader(pickle._Unpickler):  # the C version allocates a memo as large as t
         view = storage, start, shape, stride
         if view not in self._seen:
             self._seen.add(view)
-            self._load(max(numel, span) * itemsize)
+            self._spend_bytes(max(numel, span) * itemsize)
         if numel == 0 or stride == contiguous(shape) or all(size == 1 for size in shape):
             return StoredTensor(self._version, offset, storage.dtype, shape)
         if view not in self._held:  # a record is loaded at most twice in a type, however many views the file has
@@ -270,13 +270,13 @@ class Reader(pickle._Unpickler):  # the C version allocates a memo as large as t
                 self._flat[source], self._held[view] = None, HeldTensor(flat.as_strided(shape, stride))
                 return self._held[view]
             if self._flat[source] is None:
-                self._load(held)
+                self._spend_bytes(held)
                 self._flat[source] = source.load()
             flat = self._flat[source]
             self._held[view] = HeldTensor(flat.as_strided(shape, stride, start))
         return self._held[view]
 
-    def _load(self, num_bytes: int) -> None:
+    def _spend_bytes(self, num_bytes: int) -> None:
         """Count bytes of tensors, which may lie in the same records."""
         self._room_of_views -= num_bytes
         if self._room_of_views < 0:

@@ -50,10 +50,6 @@ class OtherClassError(UserError):
     """Raised for a file that holds objects of other classes than tensors and plain values."""
 
 
-class _OtherClass(Exception):
-    """Raised for a class or function that is no plain value."""
-
-
 def existing_file(path: str | Path) -> Path:
     """Return the path of a checkpoint, if it is a regular file that may be read.
 
@@ -95,15 +91,13 @@ def read_structure(path: str | Path) -> Any:
             reader = Reader(archive.read(records["data.pkl"]), version, records)
             content = reader.load()
         _count_values(content, {})
-        if reader.foreign is not None:
-            raise _OtherClass(reader.foreign.name)
-        return content
-    except _OtherClass as refused:
-        raise OtherClassError(f"{path} holds {refused}, which is not read") from None
     except Refused as refused:
         raise UserError(f"{path} holds {refused}, which is not read") from None
     except Exception as error:  # unpickling arbitrary bytes can raise anything
         raise UserError(unreadable(path, error)) from error
+    if reader.foreign is not None:
+        raise OtherClassError(f"{path} holds {reader.foreign.name}, which is not read")
+    return content
 
 
 def _stored_records(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInfo]:
