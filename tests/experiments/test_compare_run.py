@@ -365,7 +365,7 @@ def test_data_that_were_made_from_other_text_are_refused_without_the_text(tmp_pa
     data_of(read_experiment(path), folder)
     shutil.rmtree(folder.path / "text")
     assert data_of(read_experiment(path), folder) == str(folder.path / "data")
-    path.write_text(text.replace("64", "72"))
+    path.write_text(text.replace("vocab_size: 64", "vocab_size: 72"))
     said = "were made with text.vocab_size = 64, not 72: give another --out"
     with pytest.raises(UserError, match=said):
         data_of(read_experiment(path), folder)
