@@ -15,7 +15,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -346,8 +345,12 @@ def _rows(batch: Any) -> Iterator[dict[str, Any]]:
     for number in range(batch.num_rows if rows is None else 0):
         row: dict[str, Any] = dict.fromkeys(batch.schema.names)
         for name in row:
-            with suppress(Exception):
+            try:
                 row[name] = batch.column(name)[number].as_py()
+            except MemoryError:
+                raise
+            except Exception:  # the value stays None
+                continue
         yield row
 
 
