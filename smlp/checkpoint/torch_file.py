@@ -23,7 +23,7 @@ import pickle
 import struct
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,6 +41,11 @@ _IS_FOLDER = 0x10  # attribute bit that marks a folder for MS-DOS and torch
 _FOLDER = "archive"
 _ALIGNMENT = 64  # of tensors in the file, in bytes; a memory-mapped file can then be used in place
 _OLD_FORMAT = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # how files of torch.save began before 1.6
+_RECORD = b"PK\3\4"  # how an archive begins
+# of the list of records: its end, that of a large archive, and where the latter begins
+_END, _END_SIGNATURE = struct.Struct("<4s6xHIIH"), b"PK\5\6"
+_END64, _END64_SIGNATURE = struct.Struct("<4s28xQQQ"), b"PK\6\6"
+_LOCATOR, _LOCATOR_SIGNATURE = struct.Struct("<8xQ4x"), b"PK\6\7"
 _ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
 _PADDING_ID = 0x4246  # extra field with which torch also aligns records
 _MOST_VALUES = 10_000_000  # most values in a file; a list that is referenced twice counts twice
@@ -103,13 +108,41 @@ def read_structure(path: str | Path) -> Any:
 def _stored_records(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInfo]:
     """Return the records of an archive, which must be uncompressed and fit into the file."""
     records = archive.infolist()
+    _check_directory(archive, records, path)
     if any(info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size for info in records):
         raise Refused("compressed records")
     if sum(info.file_size for info in records) > path.stat().st_size:
         raise Refused("records that are larger than the file")
-    if len({info.filename.partition("/")[2] for info in records}) < len(records):  # torch would read the other one
+    # torch, which takes capitals and small letters for the same, would read the other one
+    if len({info.orig_filename.partition("/")[2].lower() for info in records}) < len(records):
         raise Refused("two records of one name")
     return records
+
+
+def _check_directory(archive: zipfile.ZipFile, records: Sequence[zipfile.ZipInfo], path: Path) -> None:
+    """Refuse an archive of which torch may read other records than Python does.
+
+    Both look for the list of records from the end of the file. Torch takes its offset as it is written; Python takes
+    the list that ends where the end is, and adds what lies before the archive to all offsets.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        file.seek(max(size - _END64.size - _LOCATOR.size - _END.size, 0))
+        tail = file.read()
+    signature, num_records, length, offset, comment = _END.unpack(tail[-_END.size :])
+    end = size - _END.size
+    if tail[-_END.size - _LOCATOR.size :].startswith(_LOCATOR_SIGNATURE):
+        (at,) = _LOCATOR.unpack_from(tail, len(tail) - _END.size - _LOCATOR.size)
+        end64, num_records, length, offset = _END64.unpack_from(tail)
+        end -= _LOCATOR.size + _END64.size
+        if at != end or end64 != _END64_SIGNATURE:
+            raise Refused("a list of records at another place")
+    if signature != _END_SIGNATURE or comment or offset + length != end:
+        raise Refused("a list of records at another place")
+    first = min((info.header_offset for info in records), default=0)
+    renamed = any(info.filename != info.orig_filename for info in records)
+    if num_records != len(records) or first != 0 or renamed:
+        raise Refused("a list of other records")
 
 
 def _count_values(content: Any, counted: dict[int, int]) -> int:
@@ -243,6 +276,12 @@ def is_verifying() -> bool:
     return os.environ.get(VARIABLE) != "0"
 
 
+def is_archive(path: str | Path) -> bool:
+    """Return whether torch or Python takes a file for an archive; in torch's old format, files are none."""
+    with open(path, "rb") as file:
+        return file.read(len(_RECORD)) == _RECORD or zipfile.is_zipfile(path)
+
+
 def check_records(path: str | Path) -> None:
     """Compare a file with its checksums, unless the environment says not to.
 
@@ -251,7 +290,7 @@ def check_records(path: str | Path) -> None:
     Raises:
         UserError: the file has changed since it was written; the message names the tensors.
     """
-    if is_verifying() and zipfile.is_zipfile(path) and (problem := record_problem(Path(path))):
+    if is_verifying() and is_archive(path) and (problem := record_problem(Path(path))):
         raise UserError(problem)
 
 

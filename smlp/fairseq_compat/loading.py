@@ -9,7 +9,6 @@ import logging
 import os
 import pickle
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,14 @@ from smlp.checkpoint.index import PARTS_FOLDER
 from smlp.checkpoint.load import dictionary_of
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.parts import attach
-from smlp.checkpoint.torch_file import OtherClassError, check_records, existing_file, read_structure, record_problem
+from smlp.checkpoint.torch_file import (
+    OtherClassError,
+    check_records,
+    existing_file,
+    is_archive,
+    read_structure,
+    record_problem,
+)
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 from smlp.fairseq_compat.replacing import replacing
@@ -247,7 +253,7 @@ def check_file(path: str) -> None:
     if is_missing(path):
         return
     existing_file(path)
-    if not zipfile.is_zipfile(path):
+    if not is_archive(path):
         return
     try:
         check_records(path)
@@ -404,7 +410,7 @@ def missing(path: str) -> str:
 def exported(path: str) -> str | None:
     """Return the message for an export of ``smlp checkpoint merge --export``; None for another file."""
     try:
-        if not (is_export(read_structure(path)) if zipfile.is_zipfile(path) else open_checkpoint(path).is_export):
+        if not (is_export(read_structure(path)) if is_archive(path) else open_checkpoint(path).is_export):
             return None
     except UserError:
         return None

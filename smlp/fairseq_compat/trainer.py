@@ -153,7 +153,13 @@ class SparseTrainer(Trainer):
 
     def _build_optimizer(self) -> None:
         """Build the optimizer so that it takes the state of all experts and averages the gradients of spread ones."""
-        super()._build_optimizer()
+        try:
+            super()._build_optimizer()
+        except ValueError as error:
+            if not str(error).startswith("Unsupported optimizer"):
+                raise
+            name, kind = self.cfg.optimizer._name, "bf16" if self.cfg.common.memory_efficient_bf16 else "fp16"
+            raise UserError(f"--optimizer {name} cannot train with --memory-efficient-{kind}: give --{kind}") from None
         if self.core is not None:
             model = self.get_model()
             adapt_optimizer(self._optimizer, model, model.experts)

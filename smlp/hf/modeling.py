@@ -66,11 +66,13 @@ class _SmlpModel(PreTrainedModel):
         accelerate fetches only for modules that read no weights of their parts.
 
         Raises:
-            ValueError: the message names the first weight that is missing.
+            ValueError: the message names the first weight that is missing, or has another shape.
         """
         super()._adjust_missing_and_unexpected_keys(loading_info)
         if lacking := sorted(loading_info.missing_keys):
             raise ValueError(f"the folder lacks {len(lacking)} weights of the model, such as {lacking[0]}")
+        for name, held, wanted in sorted(loading_info.mismatched_keys):
+            raise ValueError(f"{name} has shape {tuple(held)} in the folder, and {tuple(wanted)} in the model")
         if any(weight.is_meta for weight in self.parameters()):
             raise ValueError("device_map leaves weights on disk, and these models need them in memory")
 
@@ -102,8 +104,16 @@ class _SmlpModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Save as transformers does, and add ``modeling_smlp.py`` for ``trust_remote_code=True``."""
         super().save_pretrained(save_directory, **kwargs)
+        self._write_remote_code(save_directory)
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        """Upload what has been saved, as transformers does, with ``modeling_smlp.py``."""
+        self._write_remote_code(working_dir)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+    def _write_remote_code(self, folder: str | os.PathLike) -> None:
         text = _REMOTE_CODE.format(config=type(self.config).__name__, model=type(self).__name__)
-        (Path(save_directory) / f"{REMOTE_MODULE}.py").write_text(text, encoding="utf-8")
+        (Path(folder) / f"{REMOTE_MODULE}.py").write_text(text, encoding="utf-8")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from timm.models import clean_state_dict
 from timm.models import load_state_dict as read_safetensors
 from torch import nn
 
-from smlp.checkpoint.torch_file import OtherClassError, check_records, read_structure
+from smlp.checkpoint.torch_file import OtherClassError, check_records, is_archive, read_structure
 from smlp.errors import UserError, out_of_memory
 from smlp.files import is_safetensors, regular_file
 from smlp.vision.model import ImageModel
@@ -121,7 +120,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     file = regular_file(path, "checkpoint")
     check_records(file)
     with suppress(OtherClassError):  # torch says what to do
-        if zipfile.is_zipfile(file):
+        if is_archive(file):
             read_structure(file)  # which bounds memory
     try:
         if is_safetensors(file):

@@ -91,6 +91,7 @@ def open_split(data_dir: str, split: str, classes: list[str] | None, channels: i
         UserError: the folder is missing, holds no images or no classes, or has a class that ``classes`` lacks.
     """
     folder = split_folder(data_dir, split)
+    _check_links(folder)
     known = None if classes is None else {name: label for label, name in enumerate(classes)}
     kinds = set(get_img_extensions())
     try:
@@ -121,6 +122,22 @@ def open_split(data_dir: str, split: str, classes: list[str] | None, channels: i
     if classes is not None and (unknown := {one.name for one in folder.iterdir() if one.is_dir()} - set(classes)):
         raise UserError(_unknown(folder, sorted(unknown), classes))
     return NamedImages(str(folder), reader=reader, input_img_mode="RGB" if channels == 3 else "L")
+
+
+def _check_links(folder: Path) -> None:
+    """Refuse links to folders inside of a class, and classes that are links to a folder above them.
+
+    timm follows them, and two that lead upwards have 2^40 paths.
+    """
+    above = {folder.resolve(), *folder.resolve().parents}
+    for one in folder.iterdir():
+        if not one.is_dir():
+            continue
+        if one.is_symlink() and one.resolve() in above:
+            raise UserError(f"{one} is a link to a folder above it: the images of each class belong in its folder")
+        for place, names, _ in os.walk(one):
+            if link := next((path for name in names if (path := Path(place, name)).is_symlink()), None):
+                raise UserError(f"{link} is a link to a folder: images belong in {folder}/CLASS, not in folders below")
 
 
 def warn_of_unread(dataset: NamedImages) -> None:

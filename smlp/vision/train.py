@@ -8,9 +8,11 @@ not open ends the run instead of being replaced; accuracies count every image on
 from __future__ import annotations
 
 import math
+import os
 import time
 from argparse import Namespace
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,13 @@ from timm.utils.clip_grad import dispatch_clip_grad
 
 from smlp.errors import NaNError, UserError
 from smlp.files import locked
-from smlp.launch.team import Team
+from smlp.launch.ranks import Place, device_index, has_terminal, place_of
+from smlp.launch.team import Team, leave, meet
 from smlp.vision.checkpoints import safe_classes_kept
 from smlp.vision.evaluate import validate
 from smlp.vision.setup import SUMMARY, Training, run_folder
 
+_PATIENCE = timedelta(minutes=30)  # that a rank waits for the others
 _UNFINISHED = "tmp.pth.tar"  # timm's name of a checkpoint that is being written
 
 
@@ -44,16 +48,29 @@ def train(args: Namespace) -> dict[str, float]:
     Raises:
         UserError: options, data and checkpoints do not fit together; NaNError: the loss is not a number.
     """
-    args.device = str(Team().device(args.device))
-    device = timm.utils.init_distributed_device(args)  # sets args.rank, world_size, distributed
+    place = place_of(os.environ, is_interactive=has_terminal())
+    device = _device_of(place, args.device)
+    args.device, args.distributed = str(device), place is not None
+    args.rank, args.world_size = (0, 1) if place is None else (place.rank, place.world_size)
+    if place is not None:
+        meet(place, "nccl" if device.type == "cuda" else "gloo", _PATIENCE)
     try:
         folder = run_folder(args)
         held = locked(folder, "smlp vision train", "--output") if args.rank == 0 else nullcontext()
         with held, safe_classes_kept():
             return _Loop(args, device, folder).all_epochs()
     finally:
-        if args.distributed:
-            dist.destroy_process_group()
+        leave()
+
+
+def _device_of(place: Place | None, wanted: str | None) -> torch.device:
+    """Return the device that is asked for; among several ranks, each has a GPU of its own."""
+    device = Team().device(wanted)
+    if place is not None and device.type == "cuda":
+        device = torch.device("cuda", device_index(place, torch.cuda.device_count()))
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 class _Loop(Training):

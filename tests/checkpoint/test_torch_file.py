@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import io
 import itertools
 import os
 import pickle
@@ -12,6 +13,7 @@ import sys
 import warnings
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +32,14 @@ from smlp.checkpoint.lazy import (
     rows_of,
     scaled,
 )
-from smlp.checkpoint.torch_file import OtherClassError, damaged_places, named_tensors, read_structure, write_torch_file
+from smlp.checkpoint.torch_file import (
+    OtherClassError,
+    damaged_places,
+    is_archive,
+    named_tensors,
+    read_structure,
+    write_torch_file,
+)
 from smlp.errors import UserError
 
 
@@ -242,6 +251,81 @@ def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
     assert read_structure(path) is None
     _write_pickle(path, b"N", again=True)  # torch reads the first, Python the last
     with pytest.raises(UserError, match="two records of one name"):
+        read_structure(path)
+
+
+def _archives(directory: Path) -> tuple[bytes, bytes]:
+    """Return files of a tensor of zeros and of one of ones, which are laid out alike."""
+    for value in (0, 1):
+        with open(directory / f"{value}.pt", "wb") as file:
+            write_torch_file(file, {"weight": torch.full((300,), float(value))})
+    return (directory / "0.pt").read_bytes(), (directory / "1.pt").read_bytes()
+
+
+def _moved(directory: bytes, by: int) -> bytes:
+    """Return a list of records whose offsets are ``by`` larger."""
+    moved, place = bytearray(directory), 0
+    while place < len(moved):
+        (offset,) = struct.unpack_from("<I", moved, place + 42)
+        struct.pack_into("<I", moved, place + 42, offset + by)
+        place += 46 + sum(struct.unpack_from("<HHH", moved, place + 28))
+    return bytes(moved)
+
+
+def _with_two_lists(zeros: bytes, ones: bytes) -> bytes:
+    (length, begin) = struct.unpack_from("<II", zeros, len(zeros) - 10)
+    records = zeros[:begin] + ones[:begin]  # the second at offset begin
+    lists = zeros[begin : begin + length] + _moved(ones[begin : begin + length], begin - length)
+    end = bytearray(zeros[-22:])
+    struct.pack_into("<I", end, 16, len(records))
+    return records + lists + end
+
+
+def _with_large_list(zeros: bytes, ones: bytes) -> bytes:
+    """Return an archive that has two ends of the kind for large ones; torch follows the offset of the first."""
+    (length, begin) = struct.unpack_from("<II", zeros, len(zeros) - 10)
+    records = zeros[:begin] + ones[:begin]
+    (count,) = struct.unpack_from("<H", zeros, len(zeros) - 12)
+
+    def end(offset: int) -> bytes:
+        return struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, length, offset)
+
+    first = zeros[begin : begin + length] + end(len(records))
+    second = _moved(ones[begin : begin + length], begin) + end(len(records) + len(first))
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, len(records) + length, 1)
+    return records + first + second + locator + zeros[-22:]
+
+
+def _with_capitals(zeros: bytes, ones: bytes) -> bytes:
+    files = {}
+    for content in (ones, zeros):
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            files |= {info.filename: archive.read(info) for info in archive.infolist()}
+        files = {name.replace("data/", "DATA/") if content == ones else name: data for name, data in files.items()}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (_with_two_lists, "a list of records at another place"),
+        (_with_large_list, "a list of records at another place"),
+        (_with_capitals, "two records of one name"),
+        (lambda zeros, ones: b"before" + zeros, "a list of records at another place"),
+        (lambda zeros, ones: zeros[:-2] + b"\5\0after", "a list of records at another place"),
+    ],
+    ids=["two lists", "a list for large archives", "capitals", "before", "after"],
+)
+def test_archives_that_torch_may_read_otherwise_are_refused(tmp_path: Path, write: Any, words: str) -> None:
+    zeros, ones = _archives(tmp_path)
+    path = tmp_path / "file.pt"
+    path.write_bytes(write(zeros, ones))
+    assert is_archive(path)
+    with pytest.raises(UserError, match=words):
         read_structure(path)
 
 

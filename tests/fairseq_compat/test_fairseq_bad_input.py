@@ -284,6 +284,12 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         None,
         ["--amp and --memory-efficient-bf16"],
     ),
+    "an optimizer that is not for it": (
+        "train",
+        [*TRAIN, "--optimizer", "adagrad", "--memory-efficient-bf16"],
+        None,
+        ["--optimizer adagrad cannot train with --memory-efficient-bf16: give --bf16"],
+    ),
     "averages that are none": (
         "train",
         [*TRAIN, "--store-ema", "--ema-seed-model", "{root}/corrupted_last/checkpoint_best.pt"],

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -306,6 +307,28 @@ def test_a_folder_that_lacks_weights_is_refused(plain, tmp_path):
     plain.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ValueError, match=r"lacks \d+ weights of the model, such as core\..*norm.bias"):
         SmlpForCausalLM.from_pretrained(tmp_path)
+
+
+def test_weights_of_another_shape_are_refused(plain, tmp_path):
+    """They would be what the memory held."""
+    plain.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"core\.\S+ has shape \(.*12.*\) in the folder, and \(.*16.*\) in the model"):
+        SmlpForCausalLM.from_pretrained(tmp_path, max_tokens=16, ignore_mismatched_sizes=True)
+
+
+def test_an_upload_has_all_files_of_the_saved_folder(plain, tmp_path, monkeypatch):
+    uploaded = []
+    hub = SimpleNamespace(
+        create_repo=lambda *_, **more: SimpleNamespace(repo_id="a/b"),
+        create_commit=lambda **more: uploaded.extend(more["operations"]),
+    )
+    for module in ("transformers.modeling_utils", "transformers.utils.hub"):
+        monkeypatch.setattr(f"{module}.hf_api", lambda: hub)
+    card = SimpleNamespace(save=lambda path: None)
+    monkeypatch.setattr("transformers.modeling_utils.create_and_tag_model_card", lambda *_, **more: card)
+    plain.save_pretrained(tmp_path, push_to_hub=True, repo_id="a/b")
+    files = {file.name for file in tmp_path.iterdir()}
+    assert "modeling_smlp.py" in files and {file.path_in_repo for file in uploaded} == files
 
 
 def test_weights_on_disk_are_refused(plain, tmp_path):

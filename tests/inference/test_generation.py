@@ -98,6 +98,7 @@ def test_top_k_and_top_p_cut_the_tail():
     assert draws(Sampling(top_p=0.5), [0.0, 0.0]) == {0}
     assert draws(Sampling(temperature=0), logits) == {0}
     assert draws(Sampling(temperature=0.01), logits) == {0}
+    assert draws(Sampling(temperature=1e-30), [-3e38, -2e38]) == {1}  # after the largest penalty
 
 
 def test_frequencies_follow_the_distribution():

@@ -80,6 +80,32 @@ def test_images_in_folders_that_are_no_classes(digits, capsys, place):
     assert f"{image}: images belong in {digits / place.split('/')[0]}/CLASS" in train(capsys, digits)
 
 
+@pytest.mark.parametrize("place", ["train/{}/up", "validation/{}/up", "train/up{}"])
+def test_links_to_folders_above(digits, capsys, place):
+    """Two of them have 2^40 paths, which timm would follow."""
+    for name in "12":
+        (digits / place.format(name)).symlink_to(digits)
+    assert "is a link to a folder" in train(capsys, digits)
+
+
+def test_slurms_variables_tell_the_ranks_of_a_step_alone(digits, capsys, monkeypatch):
+    """A batch script has most of them, too."""
+    for name, value in (("JOB_ID", "5"), ("NTASKS", "2"), ("PROCID", "0"), ("LOCALID", "0")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert "no folder none" in train(capsys, digits, "--train-split", "none")
+    step = {"STEP_NUM_TASKS": "2", "STEP_NODELIST": "localhost", "STEP_TASKS_PER_NODE": "2", "STEP_ID": "0"}
+    for name, value in {**step, "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("MASTER_PORT", "0x")
+    assert "MASTER_PORT is '0x', not a number" in train(capsys, digits)
+    monkeypatch.delenv("MASTER_PORT")
+    met = []
+    monkeypatch.setattr("smlp.vision.train.meet", lambda place, backend, _: met.append((place, backend)))
+    assert "no folder none" in train(capsys, digits, "--train-split", "none", "--device", "cpu")
+    ((place, backend),) = met
+    assert (place.rank, place.world_size, backend) == (0, 2, "gloo") and place.init_method.startswith("tcp://localhost")
+
+
 @pytest.mark.parametrize("mode", ["I;16", "F"])
 def test_pixels_of_more_than_8_bits(digits, capsys, mode):
     image = digits / "validation" / "3" / "deep.png"

@@ -252,11 +252,11 @@ def choose(logits_RV: Tensor, sampling: Sampling, streams: Sequence[torch.Genera
     """
     if sampling.temperature == 0:
         return logits_RV.argmax(dim=1).tolist()
-    logits_RV = logits_RV / sampling.temperature
+    logits_RV = logits_RV.double() / sampling.temperature  # both penalty and temperature may be extreme
     if 0 < sampling.top_k < logits_RV.size(1):
         threshold_R1 = logits_RV.topk(sampling.top_k, dim=1).values[:, -1:]
         logits_RV = logits_RV.masked_fill(logits_RV < threshold_R1, -torch.inf)
-    probabilities_RV = logits_RV.double().softmax(1)
+    probabilities_RV = logits_RV.softmax(1)
     ids_RV = None
     if sampling.top_p < 1:
         probabilities_RV, ids_RV = probabilities_RV.sort(dim=1, descending=True, stable=True)
