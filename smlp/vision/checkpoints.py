@@ -186,7 +186,7 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
     if args.img_size is None:
         raise UserError("--change-resolution needs --img-size, the size to change to")
     trained_size = getattr(checkpoint.get("args"), "img_size", None)
-    model = create_model(Namespace(**{**vars(args), "img_size": trained_size, "pretrained": False}))
+    model = _outline(args, img_size=trained_size)
     if not isinstance(model, ImageModel):
         raise UserError(f"--change-resolution is for smlp_mixer_* and smlp_gmlp_*, not for timm's {args.model}")
     averaged = checkpoint.get("state_dict_ema") if use_ema else None
@@ -194,6 +194,21 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
     if config.block == "mixer":
         args.model_kwargs = {**args.model_kwargs, "token_dim": config.token_dim}
     return {"state_dict": state}
+
+
+def _outline(args: Namespace, **changed: Any) -> nn.Module:
+    """Return a model without weights, as the options say: it takes no memory, whatever sizes a checkpoint records."""
+    with torch.device("meta"):
+        return create_model(Namespace(**{**vars(args), "pretrained": False, **changed}))
+
+
+def check_fit(checkpoint: dict[str, Any], path: str, args: Namespace, use_ema: bool = True) -> None:
+    """Check that weights fit a model of the sizes that their checkpoint records, before it is made.
+
+    Raises:
+        UserError: they do not.
+    """
+    _fitting(_outline(args), checkpoint, path, args, use_ema)
 
 
 def load_weights(
@@ -215,8 +230,23 @@ def load_weights(
         new_head: keep the model's own head if the checkpoint's is of another number of classes, for fine-tuning.
 
     Raises:
-        UserError: the weights do not fit.
+        UserError: the weights do not fit, or are not finite.
     """
+    state = _fitting(model, checkpoint, path, args, use_ema, new_head)
+    if infinite := [name for name, value in state.items() if not torch.isfinite(value).all()]:
+        raise UserError(f"{infinite[0]} of {path} is not finite: its training has diverged, or the file is damaged")
+    model.load_state_dict(state)
+
+
+def _fitting(
+    model: nn.Module,
+    checkpoint: dict[str, Any],
+    path: str,
+    args: Namespace,
+    use_ema: bool,
+    new_head: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Return the weights that the model is to load."""
     averaged = checkpoint.get("state_dict_ema") if use_ema else None
     state, own = dict(averaged or checkpoint["state_dict"]), model.state_dict()
     if isinstance(model, ImageModel):
@@ -246,7 +276,10 @@ def load_weights(
                 "if only the image size differs, give --change-resolution",
             )
         raise UserError(f"{path} {what} {remedies[converts]}")
-    model.load_state_dict(state)
+    for name, tensor in own.items():
+        if tensor.is_floating_point() and not state[name].is_floating_point():
+            raise UserError(f"{path} does not fit {args.model}: {name} has type {state[name].dtype}, not floats")
+    return state
 
 
 def trained_with(checkpoint: dict[str, Any], path: str | Path) -> Namespace:

@@ -21,6 +21,7 @@ from smlp.launch.team import Team
 from smlp.vision.checkpoints import (
     TAKEN_OVER,
     at_resolution,
+    check_fit,
     create_model,
     image_config,
     load_weights,
@@ -114,6 +115,7 @@ def model_of(args: Namespace, checkpoint: dict[str, Any] | None = None) -> nn.Mo
     args.pretrained, args.drop, args.drop_path = False, None, None
     if getattr(args, "change_resolution", False):
         checkpoint = at_resolution(checkpoint, args, use_ema=not args.no_ema)
+    check_fit(checkpoint, args.checkpoint, args, use_ema=not args.no_ema)
     model = create_model(args)
     load_weights(model, checkpoint, args.checkpoint, args, use_ema=not args.no_ema)
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import math
 import sys
@@ -23,9 +24,10 @@ from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler
 from timm.utils.summary import trim_summary
 from torch import nn
 
-from smlp.errors import UserError
+from smlp.errors import UserError, one_line
 from smlp.vision.checkpoints import (
     at_resolution,
+    check_fit,
     check_recorded,
     create_model,
     image_config,
@@ -43,6 +45,7 @@ from smlp.vision.data import (
 from smlp.vision.evaluate import precision_of
 from smlp.vision.image_options import MOMENTUM, listed
 
+_KEPT = ("betas", "eps", "momentum", "weight_decay", "lr_scale")  # settings of an optimizer that training keeps
 SUMMARY, LAST, _BEST = "summary.csv", "last.pth.tar", "model_best.pth.tar"
 #: options that a resumed model and optimizer have from their checkpoint
 _OF_THE_CHECKPOINT = (
@@ -129,11 +132,28 @@ def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
             )
 
 
-def _numbers(optimizer: torch.optim.Optimizer) -> list[set[str]]:
-    """Return which settings of each group of an optimizer are numbers."""
-    return [
-        {name for name, value in group.items() if isinstance(value, (int, float))} for group in optimizer.param_groups
-    ]
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each group of an optimizer."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _are_same(own: dict[str, Any], found: dict[str, Any]) -> bool:
+    """Return whether a group that was read has the settings of the run, and the rate at which its schedule began."""
+    numbers = {name for name, value in own.items() if isinstance(value, (int, float))}
+    same = all(found.get(name) == own[name] for name in _KEPT if name in own)
+    return numbers <= found.keys() and same and found.get("initial_lr", own["lr"]) == own["lr"]
+
+
+def _are_moments(state: Any) -> bool:
+    """Return whether an optimizer's state has all moments of each parameter, and steps that are numbers."""
+    moments, groups = (state.get("state"), state.get("param_groups")) if isinstance(state, dict) else (None, None)
+    if not isinstance(moments, dict) or not all(isinstance(own, dict) for own in moments.values()):
+        return False
+    known = {number for group in groups or () for number in group["params"]}
+    kinds = {frozenset(own) for own in moments.values()}  # several: matrices may have others than vectors
+    partial = any(own and own < other for own in kinds for other in kinds)
+    steps = [float(own["step"]) for own in moments.values() if "step" in own]
+    return moments.keys() <= known and not partial and all(0 <= step < math.inf for step in steps)
 
 
 def _fits(optimizer: torch.optim.Optimizer) -> bool:
@@ -144,6 +164,18 @@ def _fits(optimizer: torch.optim.Optimizer) -> bool:
         for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
         if isinstance(state.get(name), torch.Tensor) and state[name].dim() > 0
     )
+
+
+def _trim(summary: Path, first_epoch: int) -> None:
+    """Drop the rows from an epoch on, and one that was cut off, to which the next would be joined."""
+    if summary.exists():
+        content = summary.read_bytes()
+        if not content.endswith(b"\n"):
+            summary.write_bytes(content[: content.rfind(b"\n") + 1])
+    try:
+        trim_summary(str(summary), first_epoch)
+    except (ValueError, OverflowError, csv.Error) as error:
+        raise UserError(f"{summary} is damaged: {one_line(error)}; move it away to go on without it") from None
 
 
 class Training:
@@ -174,6 +206,7 @@ class Training:
         checkpoint = read_checkpoint(args.resume) if args.resume else None
         if checkpoint is not None:
             check_resumed(args, checkpoint)
+            check_fit(checkpoint, args.resume, args, use_ema=False)
         initial = read_checkpoint(args.initial_checkpoint) if args.initial_checkpoint else None
         if initial is not None and args.change_resolution:
             initial = at_resolution(initial, args)
@@ -238,13 +271,14 @@ class Training:
             raise UserError(f"--resume {path} holds only weights: start from it with --initial-checkpoint")
         if not isinstance(checkpoint.get("epoch", 0), int) or checkpoint.get("epoch", 0) < 0:
             raise UserError(f"--resume {path} is damaged: its epoch is {checkpoint['epoch']!r:.99}")
-        numbers = _numbers(self.optimizer)
+        settings = _settings(self.optimizer)
         try:
+            are_whole = _are_moments(checkpoint["optimizer"])
             epoch = resume_checkpoint(self.model, path, self.optimizer, self.scaler, log_info=False)
         except Exception as error:  # of torch, which trusts the state
             raise UserError(f"--resume {path} is damaged: {type(error).__name__}: {error}") from None
-        found = _numbers(self.optimizer)
-        if not all(own <= given for own, given in zip(numbers, found, strict=True)) or not _fits(self.optimizer):
+        same = all(map(_are_same, settings, _settings(self.optimizer)))
+        if not are_whole or not same or not _fits(self.optimizer):
             raise UserError(f"--resume {path} is damaged: its optimizer does not fit the model")
         return int(epoch or 0)
 
@@ -262,7 +296,7 @@ class Training:
         )
         if args.resume and Path(args.resume).resolve().parent == self.folder.resolve():  # what is best, and kept
             saver.load_state_dict_from_checkpoint(args.resume)
-        trim_summary(str(self.folder / SUMMARY), self.first_epoch)
+        _trim(self.folder / SUMMARY, self.first_epoch)
         return saver
 
     def set_rate(self, epoch: int | None, update: int) -> None:

@@ -217,7 +217,7 @@ def test_checkpoints_of_something_else(digits, trained, capsys, tmp_path):
     assert f"{trained} belongs to another model than smlp_gmlp_tiny: it lacks " in other
     damaged = tmp_path / "damaged.pth.tar"
     damaged.write_bytes(trained.read_bytes()[:5000])
-    assert f"{damaged} is not a checkpoint of timm, or is damaged" in train(capsys, digits, "--resume", damaged)
+    assert f"{damaged} (5,000 bytes) is truncated or not a checkpoint" in train(capsys, digits, "--resume", damaged)
     damaged.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
     assert "weights_only" not in train(capsys, digits, "--resume", damaged), "no advice to run code of the file"
     torch.save([1, 2], damaged)
@@ -304,6 +304,37 @@ def test_damaged_options_of_a_resumed_run(digits, trained, capsys, tmp_path):
     torch.save(content, tmp_path / "last.pth.tar")
     line = train(capsys, digits, "--resume", tmp_path / "last.pth.tar", "--output", tmp_path)
     assert "last.pth.tar is damaged: it was trained with --model-kwargs None" in line
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state["state"][0].pop("exp_avg_sq"),
+        lambda state: state["state"][0].update(step=torch.tensor(-5.0)),
+        lambda state: state["state"].update({999: {"exp_avg": torch.zeros(3)}}),
+        lambda state: state["param_groups"][0].update(betas=(2.0, 0.9)),
+        lambda state: state["param_groups"][1].update(initial_lr=-5.0),
+    ],
+)
+def test_damaged_optimizers_of_a_resumed_run(digits, trained, capsys, tmp_path, damage):
+    content = torch.load(trained, weights_only=False)
+    damage(content["optimizer"])
+    torch.save(content, tmp_path / "last.pth.tar")
+    line = train(capsys, digits, "--resume", tmp_path / "last.pth.tar", "--output", tmp_path)
+    assert "last.pth.tar is damaged: its optimizer does not fit the model" in line
+
+
+def test_damaged_summaries(tmp_path):
+    from smlp.vision.setup import _trim
+
+    for content in (b"epoch,loss\nabc,1\n", b"epoch\n\xff\xfe\n", b"epoch,loss\n1e400,1\n"):
+        (tmp_path / "summary.csv").write_bytes(content)
+        with pytest.raises(UserError, match=r"summary.csv is damaged: .*; move it away"):
+            _trim(tmp_path / "summary.csv", 2)
+        assert (tmp_path / "summary.csv").read_bytes() == content
+    (tmp_path / "summary.csv").write_bytes(b"epoch,loss\n0,2.3\n1,2.")
+    _trim(tmp_path / "summary.csv", 2)
+    assert (tmp_path / "summary.csv").read_bytes() == b"epoch,loss\n0,2.3\n"
 
 
 def test_a_resumed_run_has_the_width_that_another_resolution_gave_it():
@@ -479,8 +510,12 @@ def test_damaged_weights_have_no_accuracy(digits, trained, capsys, tmp_path):
     content["state_dict"]["head.weight"].fill_(float("nan"))
     torch.save(content, tmp_path / "nan.pth.tar")
     line = sentence(capsys, "evaluate", tmp_path / "nan.pth.tar", "--data-dir", digits, "-j", "0")
-    assert f"{tmp_path / 'nan.pth.tar'} on " in line and "is nan: its weights are damaged or have diverged" in line
+    assert f"head.weight of {tmp_path / 'nan.pth.tar'} is not finite: its training has diverged" in line
     head = content["state_dict"]["head.weight"]
+    content["state_dict"]["head.weight"] = head.to(torch.int8)
+    torch.save(content, tmp_path / "odd.pth.tar")
+    line = sentence(capsys, "evaluate", tmp_path / "odd.pth.tar", "--data-dir", digits, "-j", "0")
+    assert "odd.pth.tar does not fit smlp_mixer_tiny: head.weight has type torch.int8, not floats" in line
     for odd in (head.to_sparse(), head.to("meta"), head.to(torch.complex64)):
         content["state_dict"]["head.weight"] = odd
         torch.save(content, tmp_path / "odd.pth.tar")
@@ -490,6 +525,20 @@ def test_damaged_weights_have_no_accuracy(digits, trained, capsys, tmp_path):
     torch.save(content, tmp_path / "odd.pth.tar")
     line = sentence(capsys, "evaluate", tmp_path / "odd.pth.tar", "--data-dir", digits, "-j", "0")
     assert "odd.pth.tar holds a tensor of shape (1000000, 1000000) in a record of 4 bytes, which is not read" in line
+
+
+def test_recorded_sizes_take_no_memory(digits, trained, capsys, tmp_path):
+    """They are compared with the weights before a model of these sizes is made."""
+    path = tmp_path / "large.pth.tar"
+    for name, value in (("num_classes", 10**9), ("model_kwargs", {"embed_dim": 10**7}), ("img_size", 8 * 10**5)):
+        content = torch.load(trained, weights_only=False)
+        setattr(content["args"], name, value)
+        torch.save(content, path)
+        line = sentence(capsys, "evaluate", path, "--data-dir", digits, "-j", "0")
+        assert f"{path} does not fit smlp_mixer_tiny: " in line
+        if name == "img_size":
+            line = train(capsys, digits, "--initial-checkpoint", path, "--change-resolution", "--img-size", "16")
+            assert str(8 * 10**5) in line
 
 
 def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
