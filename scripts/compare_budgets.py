@@ -23,7 +23,7 @@ from pathlib import Path
 from smlp.cli.main import guarded
 from smlp.errors import UserError
 from smlp.experiments.report.draw_curves import styles
-from smlp.experiments.report.quality import AFTER_PREFIX, difference, perplexity
+from smlp.experiments.report.quality import AFTER_PREFIX, difference, percent_text, perplexity
 from smlp.experiments.report.results import Model, Results, read_results
 from smlp.experiments.report.table import EMPTY, Cell, Estimate, markdown_line, t_quantile
 from smlp.files import check_folder, check_no_other
@@ -174,9 +174,8 @@ def fitted(experiments: Sequence[Results], name: str, baseline: str, subset: str
     line = linregress(*zip(*points, strict=True))
     cells = []
     for value, error in ((line.slope, line.stderr), (line.intercept, line.intercept_stderr)):
-        half = t_quantile(len(points) - 2) * error
-        low, best, high = (100 * math.expm1(value + end) for end in (-half, 0, half))
-        cells.append(f"{best:+.1f} % [{low:+.1f}, {high:+.1f}]")
+        error = 0.0 if math.isnan(error) else error  # the points lie on the line, but for rounding
+        cells.append(percent_text(value, t_quantile(len(points) - 2) * error))
     return markdown_line([name, str(len(points)), *cells])
 
 
@@ -230,8 +229,8 @@ def main() -> None:
     parser.add_argument("--subset", metavar="NAME", help="whose scores (default: the first of each experiment)")
     parser.add_argument("--predict", type=float, metavar="TOKENS", help="also fit a line, and read it at TOKENS")
     args = parser.parse_args()
-    if args.predict is not None and not 0 < args.predict < math.inf:
-        raise UserError(f"--predict must be a positive number of tokens, got {args.predict}")
+    if args.predict is not None and not 1 <= args.predict < math.inf:
+        raise UserError(f"--predict must be a number of tokens, at least 1, got {args.predict}")
     check_folder(args.to, "--to", "tables and figure")
     if not (args.to / TABLE).is_file() or not (args.to / TABLE).read_bytes().startswith(",".join(COLUMNS).encode()):
         check_no_other(args.to, (TABLE, *(f"budgets.{ending}" for ending in FORMATS)), "--to")

@@ -17,7 +17,7 @@ from typing import Any
 from smlp.errors import UserError
 from smlp.files import is_missing, plain_name, read_bytes, read_text, write_whole
 
-_MOST = 1 << 64  # larger than any number written here
+_MOST = 1 << 63  # larger than any number written here
 _KINDS = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "names with values"}
 
 

@@ -5,6 +5,7 @@ The layout is that of ImageNet and of ``smlp vision data``: ``DIR/train/CLASS/IM
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from argparse import Namespace
@@ -28,6 +29,7 @@ _ALIASES = {
     "validation": ("validation", "val", "valid", "eval", "evaluation"),
 }
 
+_MOST_SIDES = 1000  # how often the shorter side of a picture may go into the longer one
 _UNREAD = {".avif", ".bmp", ".gif", ".heic", ".jp2", ".tif", ".tiff", ".webp"}  # images that timm passes over
 
 
@@ -39,7 +41,10 @@ class NamedImages(ImageDataset):
             regular_file(path, "image")  # says what it is: reading a named pipe would wait for ever
         try:
             file, target = self.reader[index]
-            with file, Image.open(file) as opened:
+            with file, Image.open(file, formats=_formats()) as opened:
+                short, long = sorted(opened.size)
+                if long > _MOST_SIDES * short:  # the longer one would grow with the shorter
+                    raise UserError(f"{path} has {opened.size[0]:,} x {opened.size[1]:,} pixels: remove or replace it")
                 if opened.mode[0] in "IF":  # Pillow would clip its pixels to 0 to 255
                     raise UserError(f"{path} has {opened.mode} pixels, not 8 bits: convert it, or leave it out")
                 image = opened.convert(self.input_img_mode)
@@ -49,6 +54,13 @@ class NamedImages(ImageDataset):
             raise UserError(f"{path} cannot be opened as an image ({error}): remove or replace it") from None
         with said_by_timm(f"--aa and the other options of augmentation, on {path}"):
             return self.transform(image), target
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """Return Pillow's formats, without PostScript: Pillow has Ghostscript run the program in it."""
+    Image.init()
+    return tuple(sorted(set(Image.ID) - {"EPS"}))
 
 
 @contextmanager

@@ -240,6 +240,7 @@ MISTAKES = {
         FILE.replace("100k", "9" * 200),
         r"tokens must be at most 1,000,000,000,000,000,000, got 9{100}\.\.\.$",
     ),
+    "many octal digits": (FILE.replace("100k", "0" + "7" * 400), r"a value cannot be read: "),
     "no date": (FILE.replace("100k", "2020-99-99"), r"a value cannot be read: month must be in 1..12"),
     "merge": ("a: &a {b: 1}\n<<: *a\n" + FILE, r"line 2: '<<' is not supported"),
     "aliases": (

@@ -101,6 +101,19 @@ def test_the_line_over_the_tokens_is_that_of_least_squares(run, tmp_path, capsys
     assert row.endswith(" | ".join("{:+.1f} % [{:+.1f}, {:+.1f}]".format(*cell) for cell in (tenfold, at_1e9)) + " |")
 
 
+@pytest.mark.parametrize(("step", "shown"), [(0.0, "+0.0 % [+0.0, +0.0]"), (-0.0625, "["), (300.0, "+1e+306 %")])
+def test_lines_through_all_points_and_of_diverged_models_have_numbers(run, tmp_path, capsys, step, shown):
+    folders = [write_experiment(tmp_path / f"{size}", tokens_per_update=size) for size in (512, 1024, 2048)]
+    for number, folder in enumerate(folders):
+        for path in folder.glob("runs/*/scores.json"):
+            scores = json.loads(path.read_text())
+            scores["subsets"]["valid"]["nll_after_prefix"] = 3.0 + step * number * ("Switch" in str(path))
+            path.write_text(json.dumps(scores))
+    run(*folders, options=("--predict", "1e9"))
+    row = next(line for line in capsys.readouterr().out.splitlines()[7:] if line.startswith("| Switch | 9 |"))
+    assert shown in row and "nan" not in row
+
+
 def test_what_cannot_be_compared_is_refused(run, tmp_path):
     one = write_experiment(tmp_path / "one")
     with pytest.raises(smlp.UserError, match=r"one and .*two have the same budget, 40,960 tokens"):
@@ -152,8 +165,8 @@ def test_scores_of_another_subset(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--predict", "0"], "--predict must be a positive number of tokens, got 0.0"),
-        (["--predict", "nan"], "--predict must be a positive number of tokens, got nan"),
+        (["--predict", "0"], "--predict must be a number of tokens, at least 1, got 0.0"),
+        (["--predict", "nan"], "--predict must be a number of tokens, at least 1, got nan"),
         (["--predict", "1e9"], "--predict needs runs of a model and the baseline after at least two budgets"),
         (["--to", __file__], f"--to {__file__} is a file"),
     ],

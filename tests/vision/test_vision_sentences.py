@@ -139,6 +139,20 @@ def test_labels_and_images_have_one_order(digits, monkeypatch):
     assert again == found
 
 
+def test_pictures_of_extreme_sides_and_programs_for_a_printer(digits):
+    from smlp.vision.data import open_split
+
+    strip, program = (digits / "validation" / "7" / name for name in ("a.png", "b.png"))
+    Image.new("1", (10**6, 1)).save(strip)
+    program.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    images = open_split(str(digits), "validation", None)
+    named = [images.reader.filename(index, absolute=True) for index in range(len(images))]
+    with pytest.raises(UserError, match=r"a.png has 1,000,000 x 1 pixels: remove or replace it"):
+        images[named.index(str(strip))]
+    with pytest.raises(UserError, match=r"b.png cannot be opened as an image \(cannot identify image file"):
+        images[named.index(str(program))]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("error", [None, ZeroDivisionError, Image.DecompressionBombError])
@@ -148,7 +162,7 @@ def test_images_that_do_not_open(digits, capsys, monkeypatch, workers, error):
     if error:  # what Pillow's readers of rare formats raise
         opened = Image.open
         monkeypatch.setattr(
-            Image, "open", lambda file: (_ for _ in ()).throw(error()) if "broken" in file.name else opened(file)
+            Image, "open", lambda file, **_: (_ for _ in ()).throw(error()) if "broken" in file.name else opened(file)
         )
     words = ("train", "--data-dir", digits, "--model", "smlp_mixer_tiny", *SMALL, "-j", workers)
     line = sentence(capsys, *words, "--output", digits.parent / "output")

@@ -124,20 +124,22 @@ _MOST_LOG = 700.0  # a float holds its exponential
 
 def percent_cell(logs: Estimate, source: str, kind: str = "seed") -> Cell:
     """Return the cell of differences of logarithms, by seed or by round of a timer, in per cent with its interval."""
+    low, high = (None, None) if logs.half is None else (_percent(logs.low), _percent(logs.high))
+    samples = {name: _percent(value) for name, value in logs.samples.items()}
+    return Cell(_percent(logs.mean), percent_text(logs.mean, logs.half), source, low, high, samples, kind)
 
-    def percent(value: float) -> float:
-        return 100 * math.expm1(min(value, _MOST_LOG))
 
-    def text(value: float) -> str:
-        return f"{value:+.1f}" if value < 1e7 else f"{value:+.0e}"  # of seeds that diverged
+def percent_text(log: float, half: float | None) -> str:
+    """Return a difference of logarithms in per cent, with the interval of ``half`` on both sides."""
+    best, *ends = (
+        f"{value:+.1f}" if value < 1e7 else f"{value:+.0e}"  # of seeds that diverged
+        for value in map(_percent, (log,) if half is None else (log, log - half, log + half))
+    )
+    return f"{best} %" + (f" [{', '.join(ends)}]" if ends else "")
 
-    shown = f"{text(percent(logs.mean))} %"
-    low = high = None
-    if logs.half is not None:
-        low, high = percent(logs.low), percent(logs.high)
-        shown += f" [{text(low)}, {text(high)}]"
-    samples = {name: percent(value) for name, value in logs.samples.items()}
-    return Cell(percent(logs.mean), shown, source, low, high, samples, kind)
+
+def _percent(log: float) -> float:
+    return 100 * math.expm1(min(log, _MOST_LOG))
 
 
 def quality_table(results: Results, subset: str, compared_with: Sequence[Model]) -> Table:

@@ -82,7 +82,7 @@ def read_timeline(
     if not steps:
         return None
     updates, seconds, tokens = zip(*steps, strict=True)
-    sizes = [pair for pair in zip(tokens, np.diff([0, *updates]), strict=True) if pair[0] is not None]
+    sizes = [pair for pair in zip(tokens, np.diff([0, *updates]).tolist(), strict=True) if pair[0] is not None]
     mean_tokens = sum(size * count for size, count in sizes) / sum(count for _, count in sizes) if sizes else None
     return TrainingTime((0, *updates), (0.0, *itertools.accumulate(seconds)), mean_tokens)
 
