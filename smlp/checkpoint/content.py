@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,11 @@ def check_is_ours(state: Any, path: str | Path) -> None:
             if any(str(key).startswith(prefix) for key in state["model"]) and embedding is None:
                 raise UserError(f"{path} is damaged: it lacks {prefix}{_EMBEDDING}")
         raise UserError(f"{path} holds another kind of model ({name}), not one of smlp's")
+    for group in ("criterion", "distributed_training", "optimizer"):
+        held = state["cfg"].get(group) or {}
+        # options of a criterion or an optimizer that has no dataclass
+        if not isinstance(held, Mapping) and (group == "distributed_training" or not isinstance(held, Namespace)):
+            raise UserError(f"{path} is damaged: cfg.{group} is {held!r:.60}, not options")
     if not str(options.get("_name")).isprintable():
         raise UserError(f"{path} is damaged: its architecture is {options['_name']!r:.60}")
     for name, tensor in state["model"].items():

@@ -75,7 +75,7 @@ def write_export(file: BinaryIO, export: Mapping[str, Any], as_safetensors: bool
     """Write an export piece by piece to a seekable file.
 
     Raises:
-        UserError: the configuration is too large for a ``.safetensors`` file.
+        UserError: a ``.safetensors`` file cannot hold the configuration.
     """
     if not as_safetensors:
         write_torch_file(file, export)
@@ -91,7 +91,10 @@ def write_export(file: BinaryIO, export: Mapping[str, Any], as_safetensors: bool
         end += tensor.num_bytes
         table[name] = {"dtype": _SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
 
-    metadata = {"format": "pt", "smlp": json.dumps(facts), "sha256": _NO_DIGEST}
+    try:
+        metadata = {"format": "pt", "smlp": json.dumps(facts), "sha256": _NO_DIGEST}
+    except (TypeError, ValueError) as error:
+        raise UserError(f"a .safetensors file cannot hold the configuration ({error}): write a .pt file") from None
     header = json.dumps({"__metadata__": metadata, **table}).encode()
     header += b" " * (-len(header) % 8)
     if len(header) > _MOST_HEADER:
@@ -198,9 +201,10 @@ def new_state(cfg: Mapping[str, Any], model: Mapping[str, Any], history: list[di
 
 def new_history(cfg: Mapping[str, Any], num_updates: int) -> dict[str, Any]:
     """Return the entry of ``optimizer_history`` that fairseq needs even if there is no optimizer state."""
+    criterion, optimizer = (cfg.get(group) or {} for group in ("criterion", "optimizer"))
     return {
-        "criterion_name": (cfg.get("criterion") or {}).get("_name"),
-        "optimizer_name": (cfg.get("optimizer") or {}).get("_name"),
+        "criterion_name": (vars(criterion) if isinstance(criterion, Namespace) else criterion).get("_name"),
+        "optimizer_name": (vars(optimizer) if isinstance(optimizer, Namespace) else optimizer).get("_name"),
         "lr_scheduler_state": {},
         "num_updates": num_updates,
     }

@@ -30,6 +30,8 @@ from smlp.parallel import Ranks
 from smlp.text.tokenizer import Tokenizer, Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY, SENTENCES, files_of, find_tokenizer, record_in, record_of
 
+_MOST_FOLDERS = 100  # of a training's data; each has the same dictionary
+
 
 def _folders(path: Path, state: Mapping[str, Any]) -> list[Path]:
     """Return the folders that may have a checkpoint's dictionary: its own, and those of the training data.
@@ -39,7 +41,7 @@ def _folders(path: Path, state: Mapping[str, Any]) -> list[Path]:
     cfg = state.get("cfg") if isinstance(state, Mapping) else None
     task = cfg.get("task") if isinstance(cfg, Mapping) else None
     data = task.get("data") if isinstance(task, Mapping) else getattr(task, "data", None)
-    folders = [Path(folder) for folder in str(data or "").split(":") if folder]
+    folders = [Path(folder) for folder in str(data or "").split(":", _MOST_FOLDERS)[:_MOST_FOLDERS] if folder]
     return [path.parent, *(place for folder in folders for place in (folder, folder / SENTENCES))]
 
 

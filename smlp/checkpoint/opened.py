@@ -160,6 +160,13 @@ def fit_problems(checkpoint: Checkpoint, reads_weights: bool | None = None) -> l
     kinds = {tensor.dtype for name, tensor in checkpoint.state["model"].items() if name in learnt}
     if len(kinds) > 1:
         problems.append(f"{path} has weights of several types: {', '.join(sorted(map(str, kinds)))}")
+    held = checkpoint.index.positions if checkpoint.index else {}
+    moved = sorted(name for name, number in checkpoint.positions.items() if held.get(name, number) != number)
+    if moved:
+        problems.append(
+            f"{path} is damaged: its index has {moved[0]} at place {held[moved[0]]} of the optimizer's state, not "
+            f"{checkpoint.positions[moved[0]]}"
+        )
     problems += _moment_problems(checkpoint)
     return problems or ([*_infinite_weights(checkpoint), *_unknown_experts(checkpoint)] if reads_weights else [])
 

@@ -414,6 +414,8 @@ def test_what_training_cannot_resume_from_is_named(whole: Path, change, words) -
             lambda s: s["model"].update({PREFIX + "norm.bias": torch.zeros(16).char()}),
             ["norm.bias has type torch.int8, not floats"],
         ),
+        (lambda s: s["cfg"].update(criterion=[1]), ["is damaged: cfg.criterion is [1], not options"]),
+        (lambda s: s["cfg"].update(distributed_training="x"), ["is damaged: cfg.distributed_training is 'x'"]),
     ],
 )
 def test_tensors_that_do_not_fit_the_configuration_are_named(whole: Path, change, words, capsys) -> None:
@@ -423,6 +425,46 @@ def test_tensors_that_do_not_fit_the_configuration_are_named(whole: Path, change
     assert command("verify", whole) == 1
     error = capsys.readouterr().err
     assert all(word in error for word in [str(whole), *words]), error
+
+
+def test_names_of_optimizers_have_no_control_characters(whole: Path, capsys) -> None:
+    state = content(whole)
+    state["optimizer_history"][-1]["optimizer_name"] = "\x1b[2J\nwhole"
+    torch.save(state, whole)
+    assert command("info", whole) == 0
+    assert r"\x1b[2J\nwhole" in capsys.readouterr().out
+
+
+def test_an_index_with_other_places_of_moments_is_found(parts: Path) -> None:
+    state = content(parts)
+    places = state[INDEX_KEY]["positions"]
+    moved = dict(zip(places, reversed(places.values()), strict=True))
+    state[INDEX_KEY]["positions"] = moved
+    torch.save(state, parts)
+    name = min(name for name in places if moved[name] != places[name])
+    assert f"{name} at place {moved[name]} of the optimizer's state, not {places[name]}" in problems_of(parts)[0]
+
+
+def test_what_json_cannot_hold_is_left_to_the_other_format(whole: Path, tmp_path: Path, capsys) -> None:
+    state = content(whole)
+    state["cfg"]["common"] = {"odd": {1}}
+    torch.save(state, whole)
+    assert command("merge", whole, "-o", tmp_path / "x.safetensors") == 1
+    assert "a .safetensors file cannot hold the configuration (Object of type set" in capsys.readouterr().err
+    assert not (tmp_path / "x.safetensors").exists() and command("merge", whole, "-o", tmp_path / "x.pt") == 0
+
+
+def test_a_dictionary_is_looked_for_in_few_folders(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    path = Path(shutil.copy(whole, tmp_path / "alone" / "x.pt"))
+    state = content(path)
+    state["cfg"]["task"]["data"] = ":".join(["a"] * 2_000_000)
+    torch.save(state, path)
+    tracemalloc.start()
+    with pytest.raises(smlp.UserError, match=r"no dict\.txt beside"):
+        smlp.load_pretrained(path)
+    assert tracemalloc.get_traced_memory()[1] < 60_000_000
+    tracemalloc.stop()
 
 
 PART = "experts/update_6_8bc6f344/experts_0-3.pt"
