@@ -11,7 +11,7 @@ from pathlib import Path
 from data_prep.text_files import read_text
 from smlp.errors import UserError
 from smlp.files import number_of
-from smlp.text.tokenizer_files import MASK, SPECIAL_SYMBOLS
+from smlp.text.tokenizer_files import FILLER, MASK, SPECIAL_SYMBOLS
 
 TRAIN, VALID, TEST = "train", "valid", "test"
 _BINARY = ("0", "1")
@@ -194,7 +194,7 @@ def _is_blank(text: str) -> bool:
 def check_class(name: str, place: str) -> None:
     """Raise ``UserError`` for a class that a fairseq dictionary, which has one a line, cannot hold."""
     breaks = {"Cc", "Zl", "Zp"} & set(map(unicodedata.category, name))
-    if breaks or _is_blank(name) or name in (*SPECIAL_SYMBOLS, MASK):
+    if breaks or _is_blank(name) or name.startswith(FILLER) or name in (*SPECIAL_SYMBOLS, MASK):
         raise UserError(f"{place}: {name!r} cannot be a label")
 
 

@@ -14,6 +14,7 @@ from smlp.errors import UserError
 from smlp.files import read_bytes
 from smlp.text.tokenizer_files import (
     ENCODER_JSON,
+    FILLER,
     SPECIAL_SYMBOLS,
     VOCAB_BPE,
     byte_characters,
@@ -24,7 +25,6 @@ KINDS = ("unigram", "bpe")
 SPECIAL_PIECES = 3  # that every model has: <unk>, <s>, </s>
 MAX_LINE_BYTES = 1 << 16  # SentencePiece skips longer lines when it trains (it encodes them all the same)
 NUM_THREADS = 4  # fixed: the model may depend on how the sums are shared out among threads
-PADDING = "madeupword{:04d}"  # fairseq's own name for symbols that only fill a dictionary
 NUM_BYTES = 256
 
 
@@ -186,4 +186,4 @@ def padding_of(num_symbols: int, pad_to: int | None, pad_multiple: int) -> list[
             f"--pad-to {size} is less than the {num_symbols} symbols of the dictionary: {num_symbols - special} pieces "
             f"and {special} special ones"
         )
-    return [PADDING.format(number) for number in range(size - num_symbols)]
+    return [f"{FILLER}{number:04d}" for number in range(size - num_symbols)]

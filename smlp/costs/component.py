@@ -8,6 +8,7 @@ Letters: ``n`` tokens of an input, ``E`` experts of which each token is due ``k`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -81,8 +82,8 @@ class Component:
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in vars(self).items() if name not in ("name", "layer", "kind", "work")}
         for name, value in {**numbers, **self.work}.items():
-            if not isinstance(value, Real) or not value >= 0:
-                raise UserError(f"costs of {self.name}: {name} must be a number of at least 0, got {value!r:.40}")
+            if not isinstance(value, Real) or not 0 <= value < math.inf:
+                raise UserError(f"costs of {self.name}: {name} must be finite and at least 0, got {value!r:.40}")
 
     @property
     def flops_per_position(self) -> float:

@@ -12,7 +12,7 @@ from smlp.errors import UserError
 from smlp.fairseq_compat.replacing import replacing
 from smlp.files import number_of, read_text
 from smlp.text.binarized import check_recorded, check_recorded_file, open_tokens
-from smlp.text.tokenizer_files import DICTIONARY
+from smlp.text.tokenizer_files import DICTIONARY, FILLER, MASK
 
 _CORRELATIONS = ("pearson", "spearmanr", "corr")
 _MAKE = "make the data with 'smlp data glue'"
@@ -109,7 +109,7 @@ def check_rows(task: Any, split: str) -> None:
             raise UserError(f"--num-classes {cfg.num_classes}, but {folder / name}.bin has {num_classes} classes")
         labels = task.label_dictionary.symbols[task.label_dictionary.nspecial :]
         # fairseq-preprocess fills up with madeupword0000 and so on, and the task adds <mask>
-        num_labels = sum(label != "<mask>" and not label.startswith("madeupword") for label in labels)
+        num_labels = sum(label != MASK and not label.startswith(FILLER) for label in labels)
         if num_labels < cfg.num_classes:
             raise UserError(
                 f"--num-classes {cfg.num_classes}, but {folder / 'label' / DICTIONARY} has {num_labels} labels"

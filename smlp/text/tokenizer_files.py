@@ -21,6 +21,7 @@ DICTIONARY = "dict.txt"
 SENTENCES = "input0"
 SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")  # in every dictionary, before the entries of its file
 MASK = "<mask>"  # stands for a token that a masked language model restores
+FILLER = "madeupword"  # fairseq's symbols that only fill a dictionary begin so
 SENTENCEPIECE_MODEL = "sentencepiece.model"
 ENCODER_JSON, VOCAB_BPE = "encoder.json", "vocab.bpe"
 #: all files of a tokenizer, by the file that identifies it

@@ -17,6 +17,7 @@ from smlp.errors import UserError
 from smlp.files import regular_file
 from smlp.text.tokenizer_files import (
     ENCODER_JSON,
+    FILLER,
     SENTENCEPIECE_MODEL,
     Vocabulary,
     byte_characters,
@@ -199,7 +200,7 @@ def kind_of(vocabulary: Vocabulary, model: str | Path | None) -> Kind:
     missing = ""
     numbers = sum(symbol.isdecimal() for symbol in vocabulary.symbols)
     # fillers of a padded dictionary do not count; byte-level BPE has an id for each byte
-    fillers = sum(symbol.startswith("madeupword") for symbol in vocabulary.symbols) if numbers >= 256 else 0
+    fillers = sum(symbol.startswith(FILLER) for symbol in vocabulary.symbols) if numbers >= 256 else 0
     if any(symbol.startswith(WORD_START) for symbol in vocabulary.symbols):
         missing = f"SentencePiece pieces but there is no {SENTENCEPIECE_MODEL}"
     elif 2 * numbers > len(vocabulary) - fillers:

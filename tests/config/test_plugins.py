@@ -208,8 +208,9 @@ RETURNED = [
     (
         "return config.num_experts * config.embed_dim  #",
         "return 'many'  #",
-        ["must be a number of at least 0, got 'many'"],
+        ["must be finite and at least 0, got 'many'"],
     ),
+    ("return config.num_experts * config.embed_dim  #", "return float('inf')  #", ["at least 0, got inf"]),
     (
         "return x_BnH + self",
         "return x_BnH[..., :1] if True else x_BnH + self",

@@ -368,6 +368,9 @@ REFUSED = {
     "--train is missing": ["--task", "SST-2", "--valid", "{in}/dev.tsv"],
     "all rows have the label '1'": ["--columns", "sentence", "--label", "same", "--in", "{in}"],
     "--labels: '<s>' cannot be a label": ["--columns", "a", "--label", "b", "--labels", "<s>,x", "--in", "{in}"],
+    "--labels: 'madeupword0000' cannot be a label": [
+        *("--columns", "a", "--label", "b", "--labels", "madeupword0000,x", "--in", "{in}")
+    ],
     "'<unk>' cannot be a label": ["--columns", "sentence", "--label", "special", "--in", "{in}"],
 }
 

@@ -14,6 +14,7 @@ from smlp.inference.generation.sampled import sampled_texts
 from smlp.inference.generation.settings import BeamSearch, Limits, Sampling
 from smlp.nn.decoder import Decoder
 from smlp.text.tokenizer import Tokenizer, Vocabulary, check_characters
+from smlp.text.tokenizer_files import FILLER
 
 
 class StopStrings:
@@ -69,7 +70,7 @@ _MAX_RETURN = 2**16
 
 def banned_tokens(vocabulary: Vocabulary) -> list[int]:
     """Return the ids that are never written: ``<s>``, padding, unknown, and fairseq's filler symbols."""
-    fillers = [token for symbol, token in vocabulary.index.items() if symbol.startswith("madeupword")]
+    fillers = [token for symbol, token in vocabulary.index.items() if symbol.startswith(FILLER)]
     return [vocabulary.bos, vocabulary.pad, vocabulary.unk, *fillers]
 
 
