@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from smlp.errors import UserError
@@ -48,7 +48,16 @@ def train_sentencepiece(
 
     if vocab_size < 1:
         raise UserError(f"vocabulary size must be at least 1, not {vocab_size}")
-    texts = filter(None, lines)
+    failed: list[UserError] = []  # SentencePiece would put Python's stack into its message
+
+    def watched() -> Iterator[str]:
+        try:
+            yield from filter(None, lines)
+        except UserError as error:
+            failed.append(error)
+            raise
+
+    texts = watched()
     first = next(texts, None)
     if first is None:
         raise UserError("the training text holds no line of text to build a vocabulary from")
@@ -67,6 +76,8 @@ def train_sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as error:
+        if failed:
+            raise failed[0] from None
         raise UserError(_explained(" ".join(str(error).split()), vocab_size)) from error
     return with_exact_sums(model.getvalue()) if kind == "unigram" else model.getvalue()
 

@@ -16,7 +16,7 @@ from smlp.checkpoint.opened import Checkpoint, fit_problems
 from smlp.config import all_settings
 from smlp.config.presets import FROM_TASK
 from smlp.errors import UserError, one_line
-from smlp.files import plain_name, read_text
+from smlp.files import is_missing, plain_name, read_text, regular_file
 from smlp.text.tokenizer_files import DICTIONARY, TOKENIZER_FILES, Vocabulary
 
 CONFIG = "config.json"
@@ -63,7 +63,7 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
         raise UserError(str(error).replace(PREFIXES[is_encoder], _CORE)) from None  # the names in the files
     names = (DICTIONARY, *TOKENIZER_FILES)
     files: dict[str, HeldTensor | LazyTensor] = {
-        name: bytes_of(folder / name) for name in names if (folder / name).is_file()
+        name: bytes_of(regular_file(folder / name)) for name in names if not is_missing(folder / name)
     }
     checkpoint = Checkpoint(folder, state, config_of(state, path), files=files, is_export=True)
     size = options.get("vocab_size", checkpoint.config.vocab_size)

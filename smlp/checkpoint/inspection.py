@@ -14,7 +14,7 @@ from smlp.checkpoint.lazy import LazyTensor
 from smlp.checkpoint.load import tokenizer_of
 from smlp.checkpoint.opened import Checkpoint, fit_problems, open_checkpoint
 from smlp.checkpoint.parts import open_part
-from smlp.checkpoint.torch_file import existing_file, read_structure, record_problem
+from smlp.checkpoint.torch_file import existing_file, named_error, read_structure, record_problem
 from smlp.errors import UserError, one_line
 from smlp.files import is_safetensors
 
@@ -81,8 +81,7 @@ def _record_problems(path: Path) -> list[str]:
     except UnicodeEncodeError:  # its name, which torch cannot open, is not UTF-8
         return []
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
-        return [f"{path} is damaged: torch cannot read it ({type(error).__name__}: {reason})"]
+        return [f"{path} is damaged: torch cannot read it ({named_error(error)})"]
     return []
 
 

@@ -20,6 +20,7 @@ import errno
 import io
 import os
 import pickle
+import re
 import struct
 import sys
 import zipfile
@@ -47,6 +48,7 @@ _END, _END_SIGNATURE = struct.Struct("<4s6xHIIH"), b"PK\5\6"
 _END64, _END64_SIGNATURE = struct.Struct("<4s28xQQQ"), b"PK\6\6"
 _LOCATOR, _LOCATOR_SIGNATURE = struct.Struct("<8xQ4x"), b"PK\6\7"
 _ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
+_ADVICE = re.compile("Weights only load failed|Re-running|This file can still be loaded")
 _PADDING_ID = 0x4246  # extra field with which torch also aligns records
 _MOST_VALUES = 10_000_000  # most values in a file; a list that is referenced twice counts twice
 
@@ -264,11 +266,15 @@ def unreadable(path: Path, error: Exception) -> str:
             f"{path} is in torch's format from before 1.6. If you trust it, convert it: torch.save(torch.load("
             f"{str(path)!r}, weights_only=False), 'new.pt')"
         )
-    reason = (str(error).splitlines() or [""])[0].split("Re-running")[0].strip()  # torch's advice is dangerous
-    return (
-        f"{path} ({path.stat().st_size:,} bytes) is truncated or not a checkpoint: it cannot be read "
-        f"({type(error).__name__}: {reason})"
-    )
+    size, reason = path.stat().st_size, named_error(error)
+    return f"{path} ({size:,} bytes) is truncated or not a checkpoint: it cannot be read ({reason})"
+
+
+def named_error(error: Exception) -> str:
+    """Return an error of a reader in one line, without torch's advice to read the file all the same."""
+    first = (str(error).splitlines() or [""])[0]
+    reason = _ADVICE.split(first)[0].strip()
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
 def is_verifying() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import os
 import pickle
@@ -425,6 +426,14 @@ def test_tensors_that_do_not_fit_the_configuration_are_named(whole: Path, change
     assert command("verify", whole) == 1
     error = capsys.readouterr().err
     assert all(word in error for word in [str(whole), *words]), error
+
+
+def test_torchs_advice_to_read_a_file_all_the_same_is_left_out(whole: Path) -> None:
+    state = content(whole)
+    state["cfg"]["common"] = collections.defaultdict(None)
+    torch.save(state, whole)
+    (problem,) = problems_of(whole)
+    assert problem.endswith("is damaged: torch cannot read it (UnpicklingError)")
 
 
 def test_names_of_optimizers_have_no_control_characters(whole: Path, capsys) -> None:

@@ -253,6 +253,15 @@ def test_byte_level_and_given_files(corpus, tmp_path, capsys):
         assert not (tmp_path / "bad" / "manifest.json").exists()
 
 
+def test_a_text_that_cannot_be_read_on_is_named_without_a_stack():
+    def lines():
+        yield "some words"
+        raise UserError("there is no file a.txt")
+
+    with pytest.raises(UserError, match=r"^there is no file a\.txt$"):
+        train_sentencepiece(lines(), 30)
+
+
 def test_a_text_of_long_paragraphs_alone_is_named(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("word " * 20_000)
     assert learn("--in", tmp_path / "a.txt", "--out", tmp_path / "out", "--vocab-size", 10) == 1

@@ -105,6 +105,10 @@ def test_experts_in_parts_are_merged_and_large_files_split(tmp_path, capsys):
     assert torch.equal(again(tokens).logits, ours(tokens).logits)
     torch.testing.assert_close(theirs(tokens).logits, ours(tokens).logits)
     assert (back.parent / "dict.txt").read_bytes() == (path.parent / "dict.txt").read_bytes()
+    (folder / "dict.txt").unlink()
+    os.mkfifo(folder / "dict.txt")
+    assert command("checkpoint", "import", folder, "-o", tmp_path / "piped" / "checkpoint.pt") == 1
+    assert f"{folder / 'dict.txt'} is not a regular file but a named pipe" in capsys.readouterr().err
 
 
 def test_the_card_says_what_the_checkpoint_records(tmp_path):
