@@ -77,6 +77,7 @@ class Reader(pickle._Unpickler):  # the C version allocates a memo as large as t
     """
 
     def __init__(self, data: bytes, version: FileVersion, records: Mapping[str, zipfile.ZipInfo]) -> None:
+        """Read ``data``, which refers to records of the file, given by their names in small letters."""
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._version, self._records = version, records
         self._room = _ROOM * len(data)
@@ -84,6 +85,7 @@ class Reader(pickle._Unpickler):  # the C version allocates a memo as large as t
         self._flat: dict[StoredTensor, Tensor | None] = {}
         self._held: dict[Any, HeldTensor] = {}
         self._seen: set[Any] = set()
+        self._storages: dict[str, Storage] = {}
         self._odd_keys = _MOST_ODD_KEYS
         #: the first object of another class
         self.foreign: Foreign | None = None
@@ -94,7 +96,10 @@ class Reader(pickle._Unpickler):  # the C version allocates a memo as large as t
             return dtype
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str or type(numel) is not int:
             raise Refused("a tensor without a record")
-        return Storage(key, dtype, numel)
+        storage = Storage(key, dtype, numel)
+        if self._storages.setdefault(key, storage) != storage:  # torch reads all as the first
+            raise Refused("a record of two types or sizes")
+        return storage
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
@@ -251,7 +256,7 @@ class Reader(pickle._Unpickler):  # the C version allocates a memo as large as t
             raise Refused("a tensor without a shape")
         numel = math.prod(shape)
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if numel else 0
-        record = self._records[f"data/{storage.key}"]
+        record = self._records[f"data/{storage.key}".lower()]
         held = record.file_size
         # an expanded tensor has more elements than its record; torch.save writes it, but only small ones are accepted
         if (start + span) * itemsize > held or numel * itemsize > max(held, PIECE_BYTES):

@@ -92,7 +92,7 @@ def read_structure(path: str | Path) -> Any:
     try:
         version = FileVersion.of(path)
         with zipfile.ZipFile(path) as archive:
-            records = {info.filename.partition("/")[2]: info for info in _stored_records(archive, path)}
+            records = {info.filename.partition("/")[2].lower(): info for info in _stored_records(archive, path)}
             if "byteorder" in records and archive.read(records["byteorder"]).decode() != sys.byteorder:
                 raise Refused("numbers in the byte order of another kind of machine")
             reader = Reader(archive.read(records["data.pkl"]), version, records)
@@ -110,7 +110,7 @@ def read_structure(path: str | Path) -> Any:
 def _stored_records(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInfo]:
     """Return the records of an archive, which must be uncompressed and fit into the file."""
     records = archive.infolist()
-    _check_directory(archive, records, path)
+    _check_directory(records, archive.comment, path)
     if any(info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size for info in records):
         raise Refused("compressed records")
     if sum(info.file_size for info in records) > path.stat().st_size:
@@ -121,25 +121,24 @@ def _stored_records(archive: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInf
     return records
 
 
-def _check_directory(archive: zipfile.ZipFile, records: Sequence[zipfile.ZipInfo], path: Path) -> None:
+def _check_directory(records: Sequence[zipfile.ZipInfo], comment: bytes, path: Path) -> None:
     """Refuse an archive of which torch may read other records than Python does.
 
     Both look for the list of records from the end of the file. Torch takes its offset as it is written; Python takes
     the list that ends where the end is, and adds what lies before the archive to all offsets.
     """
-    size = path.stat().st_size
+    end = path.stat().st_size - len(comment) - _END.size
     with open(path, "rb") as file:
-        file.seek(max(size - _END64.size - _LOCATOR.size - _END.size, 0))
-        tail = file.read()
-    signature, num_records, length, offset, comment = _END.unpack(tail[-_END.size :])
-    end = size - _END.size
+        file.seek(max(end - _END64.size - _LOCATOR.size, 0))
+        tail = file.read()[: -len(comment) or None]
+    signature, num_records, length, offset, _ = _END.unpack(tail[-_END.size :])
     if tail[-_END.size - _LOCATOR.size :].startswith(_LOCATOR_SIGNATURE):
         (at,) = _LOCATOR.unpack_from(tail, len(tail) - _END.size - _LOCATOR.size)
         end64, num_records, length, offset = _END64.unpack_from(tail)
         end -= _LOCATOR.size + _END64.size
         if at != end or end64 != _END64_SIGNATURE:
             raise Refused("a list of records at another place")
-    if signature != _END_SIGNATURE or comment or offset + length != end:
+    if signature != _END_SIGNATURE or _END_SIGNATURE in comment or offset + length != end:
         raise Refused("a list of records at another place")
     first = min((info.header_offset for info in records), default=0)
     renamed = any(info.filename != info.orig_filename for info in records)

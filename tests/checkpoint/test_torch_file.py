@@ -254,6 +254,17 @@ def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
         read_structure(path)
 
 
+def test_a_record_has_one_type(tmp_path: Path) -> None:
+    """Torch would read the second tensor as the first one's type, too."""
+    tensor = b"K\0K\2\x85K\1\x85\x89NtR"
+    _write_pickle(tmp_path / "file.pt", b"](" + TENSOR % b"Half" + tensor + TENSOR % b"BFloat16" + tensor + b"e")
+    with pytest.raises(UserError, match="a record of two types or sizes"):
+        read_structure(tmp_path / "file.pt")
+    same = TENSOR % b"Half" + tensor
+    _write_pickle(tmp_path / "file.pt", b"](" + same + same + b"e")
+    assert len(read_structure(tmp_path / "file.pt")) == 2
+
+
 def _archives(directory: Path) -> tuple[bytes, bytes]:
     """Return files of a tensor of zeros and of one of ones, which are laid out alike."""
     for value in (0, 1):
@@ -297,11 +308,21 @@ def _with_large_list(zeros: bytes, ones: bytes) -> bytes:
 
 
 def _with_capitals(zeros: bytes, ones: bytes) -> bytes:
-    files = {}
-    for content in (ones, zeros):
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            files |= {info.filename: archive.read(info) for info in archive.infolist()}
-        files = {name.replace("data/", "DATA/") if content == ones else name: data for name, data in files.items()}
+    return _packed({name.replace("data/", "DATA/"): data for name, data in _unpacked(ones).items()} | _unpacked(zeros))
+
+
+def _with_other_byte_order(zeros: bytes, ones: bytes) -> bytes:
+    files = _unpacked(zeros)
+    files["archive/BYTEORDER"] = b"big" if files.pop("archive/byteorder") == b"little" else b"little"
+    return _packed(files)
+
+
+def _unpacked(content: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return {info.filename: archive.read(info) for info in archive.infolist()}
+
+
+def _packed(files: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in files.items():
@@ -316,9 +337,11 @@ def _with_capitals(zeros: bytes, ones: bytes) -> bytes:
         (_with_large_list, "a list of records at another place"),
         (_with_capitals, "two records of one name"),
         (lambda zeros, ones: b"before" + zeros, "a list of records at another place"),
-        (lambda zeros, ones: zeros[:-2] + b"\5\0after", "a list of records at another place"),
+        (lambda zeros, ones: zeros[:-2] + b"\4\0PK\5\6", "truncated or not a checkpoint"),
+        (lambda zeros, ones: zeros + b"after", "a list of records at another place"),
+        (_with_other_byte_order, "numbers in the byte order of another kind of machine"),
     ],
-    ids=["two lists", "a list for large archives", "capitals", "before", "after"],
+    ids=["two lists", "a list for large archives", "capitals", "before", "two ends", "after", "byte order"],
 )
 def test_archives_that_torch_may_read_otherwise_are_refused(tmp_path: Path, write: Any, words: str) -> None:
     zeros, ones = _archives(tmp_path)
@@ -327,6 +350,8 @@ def test_archives_that_torch_may_read_otherwise_are_refused(tmp_path: Path, writ
     assert is_archive(path)
     with pytest.raises(UserError, match=words):
         read_structure(path)
+    path.write_bytes(zeros[:-2] + b"\7\0comment")
+    assert list(read_structure(path)) == ["weight"]
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

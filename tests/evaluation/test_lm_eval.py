@@ -441,7 +441,7 @@ def test_files_that_the_harness_cannot_read_are_one_sentence(path, tmp_path, cap
     }  # fmt: skip
     (tmp_path / "mine.yaml").write_text(json.dumps(definition))
     assert lm_eval(path, "--tasks", "mine", "--include-path", tmp_path) == 1
-    assert "cannot run mine (DatasetGenerationError: " in capsys.readouterr().err.splitlines()[-1]
+    assert "cannot run mine (ArrowInvalid: JSON parse error: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_what_is_wrong_with_every_file_is_said_at_once(path, tmp_path, capsys):

@@ -136,11 +136,15 @@ def evaluate(
             inside = traceback.extract_tb(error.__traceback__)[2:]  # of this function and run
             if not isinstance(error, _THEIRS) and any(frame.filename.startswith(_OURS) for frame in inside):
                 raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            first: BaseException = error
+            while first.__cause__ is not None:  # such as a full disk, on which datasets writes copies
+                first = first.__cause__
+            reason = (str(first).strip() or type(first).__name__).splitlines()[0]
             is_of_data = isinstance(error, OSError) or any("datasets" in Path(one.filename).parts for one in inside)
-            remedy = "; --data-dir or --include-path has tasks read local files" if is_of_data else ""
+            is_local = bool(local) or include_path is not None
+            remedy = "; --data-dir or --include-path has tasks read local files" if is_of_data and not is_local else ""
             raise UserError(
-                f"lm-evaluation-harness cannot run {', '.join(tasks)} ({type(error).__name__}: {reason}){remedy}"
+                f"lm-evaluation-harness cannot run {', '.join(tasks)} ({type(first).__name__}: {reason}){remedy}"
             ) from error
         names = ("num_truncated", "num_partly_scored", "num_without_token")
         counts = model.team.gather([getattr(model, name) for name in names])
