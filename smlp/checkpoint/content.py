@@ -76,6 +76,11 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
     return problems
 
 
+def nan_moment(path: str | Path, moment: str, name: str) -> str:
+    """Return the sentence about a parameter's moment that is NaN."""
+    return f"{path} is damaged: {moment} of parameter {name} has NaN; --reset-optimizer starts with new moments"
+
+
 def _is_number(value: Any) -> bool:
     """Return whether a value is a number, or a tensor without axes."""
     return (isinstance(value, numbers.Real) and not isinstance(value, bool)) or getattr(value, "shape", None) == ()

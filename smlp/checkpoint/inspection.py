@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from smlp.checkpoint.content import nan_moment
 from smlp.checkpoint.export import digest_problem, read_safetensors
 from smlp.checkpoint.index import INDEX_KEY, ExpertIndex, Part, size_problem
 from smlp.checkpoint.lazy import LazyTensor
@@ -24,13 +25,13 @@ _SIZES = ("max_tokens", "vocab_size", "embed_dim", "ffn_dim", "num_dense_layers"
 def problems_of(path: str | Path) -> list[str]:
     """Return what is wrong with a checkpoint, one sentence each.
 
-    All its bytes are read and compared with their checksums, and all weights are looked at.
+    All its bytes are read and compared with their checksums, and all weights and moments are looked at.
     """
     problems = file_problems(path)
     if not problems:
         try:
             checkpoint = open_checkpoint(path)
-            problems = fit_problems(checkpoint, reads_weights=True)
+            problems = fit_problems(checkpoint, reads_weights=True) or _nan_moments(checkpoint)
             if checkpoint.is_export:
                 tokenizer_of(checkpoint)
         except UserError as error:
@@ -67,6 +68,18 @@ def file_problems(path: str | Path) -> list[str]:
         return [str(error)]
     except OSError as error:
         return [f"cannot read {error.filename or path}: {error.strerror}"]
+
+
+def _nan_moments(checkpoint: Checkpoint) -> list[str]:
+    """Return which moments have NaN, one sentence each; --fp16 flattens those of all parameters into one."""
+    moments = checkpoint.optimizer or {}
+    names = [checkpoint.prefix + name for name, _ in checkpoint.trained] if len(moments) > 1 else []
+    return [
+        nan_moment(checkpoint.path, moment, names[number] if number < len(names) else f"number {number}")
+        for number, of_parameter in moments.items()
+        for moment, value in of_parameter.items()
+        if isinstance(value, LazyTensor) and any(piece.isnan().any() for piece in value.pieces())
+    ]
 
 
 def _record_problems(path: Path) -> list[str]:

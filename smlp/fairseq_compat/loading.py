@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from omegaconf import open_dict
 
-from smlp.checkpoint.content import embedding_name, moment_problems, older_settings, progress_problems
+from smlp.checkpoint.content import embedding_name, moment_problems, nan_moment, older_settings, progress_problems
 from smlp.checkpoint.export import is_export
 from smlp.checkpoint.index import PARTS_FOLDER
 from smlp.checkpoint.load import dictionary_of
@@ -189,7 +190,7 @@ def check_moments(path: str, trainer: Any) -> None:
         trainer: that has read it.
 
     Raises:
-        UserError: a moment has another shape than its parameter; the message names the parameter.
+        UserError: a moment has NaN, or another shape than its parameter; the message names the parameter.
     """
     # --zero-sharding os: this rank's part of the parameters is in the optimizer inside fairscale's
     part = getattr(trainer.optimizer.optimizer, "optim", None)
@@ -212,6 +213,9 @@ def check_moments(path: str, trainer: Any) -> None:
                     f"is {list(shape or ())}, the parameter {list(parameter.shape)}; --reset-optimizer starts with "
                     "new moments"
                 )
+        for kind, value in moments[parameter].items():
+            if torch.is_tensor(value) and value.isnan().any():
+                raise UserError(nan_moment(path, kind, name))
     if without:
         logger.warning(
             f"{path} has no optimizer state for {len(without)} of {len(learnt)} parameters, {', '.join(without[:3])}"

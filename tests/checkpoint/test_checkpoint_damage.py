@@ -476,6 +476,19 @@ def test_a_dictionary_is_looked_for_in_few_folders(whole: Path, tmp_path: Path) 
     tracemalloc.stop()
 
 
+def test_verify_names_moments_with_nan(whole: Path, capsys) -> None:
+    state = content(whole)
+    state["last_optimizer_state"]["state"][2]["exp_avg_sq"].view(-1)[-1] = torch.inf
+    torch.save(state, whole)
+    assert command("verify", whole) == 0
+    state["last_optimizer_state"]["state"][3]["exp_avg"].view(-1)[-1] = torch.nan
+    torch.save(state, whole)
+    name = PREFIX + [*dict(trained("base_lm_tiny")[0].named_parameters())][3]
+    said = f"{whole} is damaged: exp_avg of parameter {name} has NaN; --reset-optimizer starts with new moments"
+    assert said in refused(capsys, "verify", whole)
+    assert smlp.load_pretrained(whole), "weights are whole"
+
+
 PART = "experts/update_6_8bc6f344/experts_0-3.pt"
 
 
