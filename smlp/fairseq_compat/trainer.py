@@ -227,9 +227,9 @@ class SparseTrainer(Trainer):
         stop_signals.prepare()
         self.task.trained_split = self.cfg.dataset.train_subset
         self.train_iterator = super().get_train_iterator(*args, **kw)
-        text = getattr(self.task, "texts", {}).get(self.task.trained_split)
-        if text is not None and self.data_parallel_world_size > 1:
-            check_same_text(text, self.task.trained_split)
+        if self.data_parallel_world_size > 1:  # those of validation have been loaded before
+            for split, text in getattr(self.task, "texts", {}).items():
+                check_same_text(text, split)
         return self.train_iterator
 
     def get_valid_iterator(self, subset: str, disable_iterator_cache: bool = False) -> Any:
