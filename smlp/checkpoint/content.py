@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +70,7 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
         elif not _is_step(of_parameter.get("step", 0)):
             problems.append(
                 f"{path} is damaged: the optimizer's step of parameter {number} is {of_parameter['step']!r:.60}, not a "
-                "finite number of at least 0; --reset-optimizer starts with new moments"
+                f"number from 0 to {_MOST_STEPS}; --reset-optimizer starts with new moments"
             )
     return problems
 
@@ -87,7 +86,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_step(value: Any) -> bool:
-    return _is_number(value) and not (isinstance(value, numbers.Real) and not 0 <= value < math.inf)
+    return _is_number(value) and not (isinstance(value, numbers.Real) and not 0 <= value <= _MOST_STEPS)
 
 
 def _kind(of_parameter: Mapping[str, Any]) -> tuple[int, bool]:
@@ -115,6 +114,8 @@ def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
     )
 
 
+_NAME = (lambda value: value is None or (isinstance(value, str) and value.isprintable()), "not a name")
+_NUMBER_OR_NONE = (lambda value: value is None or _is_number(value), "not a number")
 _MAPPING = (lambda value: value is None or isinstance(value, Mapping), "not a dictionary")
 #: entry of ``extra_state`` about validations without an improvement
 PLATEAU = "smlp_plateau"
@@ -128,13 +129,17 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", "dictionary"), *_MAPPING),
     (("extra_state", PLATEAU), *_MAPPING),
     (("optimizer_history", -1), lambda value: isinstance(value, Mapping), "not a dictionary"),
+    (("optimizer_history", -1, "criterion_name"), *_NAME),
+    (("optimizer_history", -1, "optimizer_name"), *_NAME),
     (("optimizer_history", -1, "lr_scheduler_state"), *_MAPPING),
+    (("optimizer_history", -1, "lr_scheduler_state", "best"), *_NUMBER_OR_NONE),
     (("last_optimizer_state",), *_MAPPING),
     (("optimizer_history", -1, "num_updates"), *_whole(0)),
     (("extra_state", "train_iterator", "epoch"), *_whole(1)),
     (("extra_state", "train_iterator", "iterations_in_epoch"), *_whole(0)),
+    (("extra_state", "train_iterator", "num_shards"), *_whole(1)),
     (("extra_state", "previous_training_time"), lambda value: _is_number(value), "not a number"),
-    (("extra_state", "best"), lambda value: value is None or _is_number(value), "not a number"),
+    (("extra_state", "best"), *_NUMBER_OR_NONE),
     (("extra_state", PLATEAU, "best"), lambda value: _is_number(value), "not a number"),
     (("extra_state", PLATEAU, "num_runs"), *_whole(0)),
     (("extra_state", PLATEAU, "num_bad_epochs"), *_whole(0)),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from omegaconf import open_dict
+from torch import nn
 
 from smlp.checkpoint.content import embedding_name, moment_problems, nan_moment, older_settings, progress_problems
 from smlp.checkpoint.export import is_export
@@ -33,6 +34,7 @@ from smlp.checkpoint.torch_file import (
 )
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
+from smlp.fairseq_compat.divergence import damaged_weights
 from smlp.fairseq_compat.replacing import replacing
 from smlp.fairseq_compat.saving import remove_leftovers
 from smlp.fairseq_compat.stopping import DEFAULT_RESTORE_FILE, leave_if_done, without_suffix
@@ -223,6 +225,24 @@ def check_moments(path: str, trainer: Any) -> None:
         )
 
 
+def check_averages(path: str, averages: Mapping[str, Any], model: nn.Module) -> None:
+    """Refuse averages of ``--store-ema`` that are not whole; fairseq takes what there is.
+
+    Args:
+        path: of the checkpoint.
+        averages: in it.
+        model: that has loaded them.
+
+    Raises:
+        UserError: a parameter is missing or not finite; the message names it.
+    """
+    lacking = next((f"without {name}" for name, _ in model.named_parameters() if name not in averages), "")
+    if problem := lacking or damaged_weights(model):
+        raise UserError(
+            f"{path} is damaged: it has averages {problem}; without --store-ema, training goes on from its weights"
+        )
+
+
 def warn_of_lost_updates(path: str, trainer: Any) -> None:
     """Warn of a checkpoint without the optimizer's state, after which fairseq counts updates from 0."""
     then, now = trainer._optim_history[-1]["num_updates"], trainer.get_num_updates()
@@ -384,7 +404,7 @@ def _is_of(dictionary: Vocabulary, state: Mapping[str, Any]) -> bool:
 
 def other_optimizer(path: str, said: str) -> str:
     """Return the message for a checkpoint with another optimizer or criterion."""
-    what, then, now = re.match(r"(\w+) does not match.*\. (\w+) vs (\w+)", said).groups()
+    what, then, now = re.match(r"(\w+) does not match.*\)\. (.*) vs (\w+)", said).groups()
     same = "--optimizer, --bf16 and --fp16" if what == "Optimizer" else "--criterion"
     return (
         f"{path} was trained with the {what.lower()} {then}, this run has {now}: give the {same} that it was trained "

@@ -31,6 +31,7 @@ from smlp.fairseq_compat.divergence import diverged
 from smlp.fairseq_compat.expert_saving import ExpertSaving
 from smlp.fairseq_compat.experts import adapt_optimizer, experts_of, norm_with_experts
 from smlp.fairseq_compat.loading import (
+    check_averages,
     check_moments,
     check_seen_by_all,
     reading_moments,
@@ -188,6 +189,8 @@ class SparseTrainer(Trainer):
             )
         if self.cfg.ema.store_ema:  # fairseq counts updates between two steps of the averages from 0 in each process
             self.ema.update_freq_counter = self.get_num_updates() % max(self.cfg.ema.ema_update_freq, 1)
+            if "ema" in (extra_state or {}):
+                check_averages(filename, extra_state["ema"], self.ema.get_model())
         if extra_state is not None and not reset_optimizer:
             warn_of_lost_updates(filename, self)
             restore_plateau(self, extra_state, reset_meters, reset_lr_scheduler, optimizer_overrides)

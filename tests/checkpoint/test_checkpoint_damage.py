@@ -344,6 +344,13 @@ def test_moments_of_two_kinds_without_axes_are_no_error() -> None:
             for v in (-1, 0, "3", 1.5, None)
         ),
         (lambda s: s["extra_state"]["train_iterator"].update(iterations_in_epoch=-5), ["iterations_in_epoch is -5"]),
+        *(
+            (lambda s, v=v: s["extra_state"]["train_iterator"].update(num_shards=v), [f"num_shards is {v!r:.60}, but"])
+            for v in ("x" * 1000, -3)
+        ),
+        (lambda s: s["optimizer_history"][-1]["lr_scheduler_state"].update(best="x"), ["best is 'x', not a number"]),
+        (lambda s: s["optimizer_history"][-1].update(optimizer_name="A\nC"), [r"optimizer_name is 'A\nC', not a name"]),
+        (lambda s: s["optimizer_history"][-1].update(criterion_name=7), ["criterion_name is 7, not a name"]),
         (lambda s: s["extra_state"].update(train_iterator=[1]), ["train_iterator is [1], not a dictionary"]),
         (lambda s: s["optimizer_history"][-1].update(num_updates="six"), ["num_updates is 'six'"]),
         (lambda s: s["optimizer_history"][-1].update(num_updates=-1), ["num_updates is -1"]),
@@ -353,8 +360,11 @@ def test_moments_of_two_kinds_without_axes_are_no_error() -> None:
         (lambda s: s["last_optimizer_state"].update(state="x"), ["not stored by parameter"]),
         (lambda s: s["last_optimizer_state"]["state"][3].pop("exp_avg"), ["parameter 3 lacks exp_avg, which"]),
         *(
-            (lambda s, v=v: s["last_optimizer_state"]["state"][3].update(step=v), [f"step of parameter 3 is {v}, not"])
-            for v in (-1, float("nan"), float("inf"))
+            (
+                lambda s, v=v: s["last_optimizer_state"]["state"][3].update(step=v),
+                [f"step of parameter 3 is {v!r:.60}, not"],
+            )
+            for v in (-1, float("nan"), float("inf"), 10**300)
         ),
         (
             lambda s: [s["last_optimizer_state"]["state"][3].pop(name) for name in ("exp_avg", "exp_avg_sq")],

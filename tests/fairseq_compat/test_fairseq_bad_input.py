@@ -64,6 +64,9 @@ def broken(tiny_data: Path, tiny_run, tmp_path_factory: pytest.TempPathFactory) 
     state = torch.load(tiny_run[0] / "checkpoint_best.pt")
     state["extra_state"]["of a plug-in"] = b""
     torch.save(state, kinds / "bytes.pt")
+    state = torch.load(tiny_run[0] / "checkpoint_best.pt")
+    state["extra_state"]["ema"] = {k: v for k, v in state["model"].items() if "embed_tokens" not in k}
+    torch.save(state, kinds / "averages.pt")
 
     last = root / "corrupted_last"
     last.mkdir()
@@ -179,6 +182,12 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         [*TRAIN, "--restore-file", "{root}/kinds/bytes.pt"],
         None,
         ["bytes.pt holds __builtin__.bytes, which is not read: a plug-in that saved it can allow it with"],
+    ),
+    "averages that lack a weight": (
+        "train",
+        [*TRAIN, "--store-ema", "--restore-file", "{root}/kinds/averages.pt"],
+        None,
+        ["averages.pt is damaged: it has averages without decoder.embed_tokens.weight; without --store-ema"],
     ),
     "best is a folder": ("train", ["--save-dir", "{root}/folder_best"], None, ["checkpoint_best.pt is a folder"]),
     "restore flipped": (
@@ -520,6 +529,23 @@ def test_missing_moments_are_named(tiny_run, tiny_data: Path, tmp_path: Path, ru
     )
     lost = r"none\.pt was written after \d+ updates without the optimizer's state: .* begin with update 0"
     assert re.search(lost, none.stdout) and not re.search(lost, weights.stdout + less.stdout)
+
+
+def test_averages_that_are_not_finite_are_named() -> None:
+    from smlp.fairseq_compat.loading import check_averages
+
+    model = torch.nn.Linear(3, 2)
+    check_averages("a.pt", model.state_dict(), model)
+    model.bias.data[1] = torch.nan
+    with pytest.raises(UserError, match=r"^a\.pt is damaged: it has averages with 1 of 2 weights of bias not finite; "):
+        check_averages("a.pt", model.state_dict(), model)
+
+
+def test_an_optimizer_of_any_name_is_named() -> None:
+    from smlp.fairseq_compat.loading import other_optimizer
+
+    said = "Optimizer does not match; please reset the optimizer (--reset-optimizer). A-b c vs FairseqAdam"
+    assert "a.pt was trained with the optimizer A-b c, this run has FairseqAdam: give" in other_optimizer("a.pt", said)
 
 
 HYDRA = """common.user_dir={user_dir} task=language_modeling task.data={data} +model._name=smlp +model.embed_dim=8
