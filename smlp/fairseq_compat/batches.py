@@ -7,6 +7,7 @@ that only keep the ranks together.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from smlp.errors import UserError
 from smlp.fairseq_compat.replacing import replacing
 
+logger = logging.getLogger(__name__)
+
 
 def apply() -> None:
     """Replace what fairseq does with batches; each function says what was wrong."""
@@ -24,7 +27,7 @@ def apply() -> None:
     _keep_batches_of_first_epoch()
     _tell_loaders_of_epochs()
     _count_repeated_batches_as_nothing()
-    _save_number_of_ranks()
+    _save_numbers_of_ranks_and_batches()
 
 
 def _keep_last_batches() -> None:
@@ -176,13 +179,16 @@ def _count_repeated_batches_as_nothing() -> None:
         return nothing
 
 
-def _save_number_of_ranks() -> None:
-    """Save the number of ranks with the position in an epoch, which counts batches of one rank."""
+def _save_numbers_of_ranks_and_batches() -> None:
+    """Save the number of ranks with the position in an epoch, which counts batches of one rank, and that of batches.
+
+    Of a resumed run that has another number of batches, these are other ones in another order.
+    """
     from fairseq.data.iterators import EpochBatchIterator
 
     @replacing(EpochBatchIterator, "state_dict")
     def state_dict(iterator_state: Any, self: EpochBatchIterator) -> dict[str, Any]:
-        return {**iterator_state(self), "num_shards": self.num_shards}
+        return {**iterator_state(self), "num_shards": self.num_shards, "num_batches": len(self.frozen_batches)}
 
     @replacing(EpochBatchIterator, "load_state_dict")
     def load_state_dict(load_iterator_state: Any, self: EpochBatchIterator, state: dict[str, Any]) -> None:
@@ -197,6 +203,13 @@ def _save_number_of_ranks() -> None:
                 f"this run has {len(self):,}: train on the same data with the same "
                 "--batch-size, --max-tokens and --tokens-per-sample, or give --reset-dataloader"
             ) from error
+        then, now = state.get("num_batches"), len(self.frozen_batches)
+        if own["iterations_in_epoch"] and then not in (None, now) and self.shard_id == 0:
+            logger.warning(
+                f"the checkpoint was written in an epoch of {then:,} batches, and one of this run has {now:,}: some "
+                "texts are seen twice in this epoch, or not at all, unless you train on the same data with the same "
+                "--batch-size, --max-tokens and --tokens-per-sample; --reset-dataloader begins with the first epoch"
+            )
 
 
 def check_lengths(lengths: numpy.ndarray, limit: int, options: Any, may_leave_out: bool) -> None:

@@ -270,6 +270,29 @@ def test_a_position_behind_the_epoch_is_compared_with_its_batches(applied) -> No
         batches.load_state_dict(state)
 
 
+def test_a_position_among_other_batches_is_warned_of(applied, caplog) -> None:
+    from fairseq.data import ListDataset
+    from fairseq.data.iterators import EpochBatchIterator
+
+    def begun(size: int, **ranks: int) -> EpochBatchIterator:
+        batches = [[*range(start, start + size)] for start in range(0, 24, size)]
+        return EpochBatchIterator(ListDataset([*range(24)]), collate_fn=list, batch_sampler=batches, **ranks)
+
+    saved = begun(2)
+    epoch = saved.next_epoch_itr()
+    for _ in range(4):
+        next(epoch)
+    state = saved.state_dict()
+    older = {name: value for name, value in state.items() if name != "num_batches"}
+    begun(2, num_shards=2).load_state_dict(state)
+    begun(4).load_state_dict(older)
+    begun(4).load_state_dict({**state, "iterations_in_epoch": 0})
+    begun(4, num_shards=2, shard_id=1).load_state_dict(state)
+    assert not caplog.text
+    begun(4).load_state_dict(state)
+    assert "written in an epoch of 12 batches, and one of this run has 6: some texts are seen twice" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("task", "some", "every"),
     [
