@@ -16,7 +16,7 @@ from smlp.checkpoint.load import tokenizer_of
 from smlp.checkpoint.opened import Checkpoint, fit_problems, open_checkpoint
 from smlp.checkpoint.parts import open_part
 from smlp.checkpoint.torch_file import existing_file, named_error, read_structure, record_problem
-from smlp.errors import UserError, one_line
+from smlp.errors import UserError
 from smlp.files import is_safetensors
 
 _SIZES = ("max_tokens", "vocab_size", "embed_dim", "ffn_dim", "num_dense_layers", "num_sparse_layers")
@@ -172,8 +172,7 @@ def _optimizer(checkpoint: Checkpoint) -> dict[str, Any] | None:
     history = checkpoint.state.get("optimizer_history") or [{}]
     values = [pair for of_parameter in moments.values() for pair in of_parameter.items()]
     names = {name for name, value in values if isinstance(value, LazyTensor) and value.shape}
-    name = history[-1].get("optimizer_name")
-    return {"name": one_line(name) if isinstance(name, str) else None, "moments": sorted(names)}
+    return {"name": history[-1].get("optimizer_name"), "moments": sorted(names)}
 
 
 def as_text(facts: dict[str, Any]) -> str:

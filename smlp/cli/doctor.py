@@ -210,7 +210,11 @@ def check_plugin() -> Iterator[Check]:
     from smlp.config.presets import PRESETS
     from smlp.fairseq_compat.command_line import load_plugin
 
-    load_plugin()
+    try:
+        load_plugin()
+    except UserError as error:
+        yield Check("plug-in", PROBLEM, str(error), "mend that file, or leave it out of SMLP_PLUGINS")
+        return
     missing = [arch for arch in PRESETS if arch not in ARCH_MODEL_REGISTRY]
     if missing:
         yield Check("plug-in", PROBLEM, f"fairseq does not know {', '.join(missing)}", INSTALL)

@@ -142,17 +142,17 @@ class Alignment:
         mask_Bn: 1 at tokens and 0 at padding, (B, n).
 
     Raises:
-        ValueError: a row has padding between its tokens, or no token.
+        ValueError: a row has padding between its tokens, or no token, or numbers other than 0 and 1.
     """
 
     def __init__(self, mask_Bn: Tensor) -> None:
-        mask_Bn = mask_Bn.bool()
+        given_Bn, mask_Bn = mask_Bn, mask_Bn.bool()
         self.starts_B = mask_Bn.int().argmax(1)
         self.lengths_B = mask_Bn.sum(1)
         place_n = torch.arange(mask_Bn.size(1), device=mask_Bn.device)
         ends_B1 = (self.starts_B + self.lengths_B).unsqueeze(1)
         whole_Bn = (place_n >= self.starts_B.unsqueeze(1)) & (place_n < ends_B1)
-        if not bool((whole_Bn == mask_Bn).all() and self.lengths_B.all()):
+        if not bool((whole_Bn == given_Bn).all() and self.lengths_B.all()):  # other numbers would count as ones
             raise ValueError(
                 "attention_mask must have ones at the tokens of each sequence, at least one, and zeros at the padding "
                 "before or after them only: positions of these models are absolute, so none can be left out"

@@ -446,14 +446,6 @@ def test_torchs_advice_to_read_a_file_all_the_same_is_left_out(whole: Path) -> N
     assert problem.endswith("is damaged: torch cannot read it (UnpicklingError)")
 
 
-def test_names_of_optimizers_have_no_control_characters(whole: Path, capsys) -> None:
-    state = content(whole)
-    state["optimizer_history"][-1]["optimizer_name"] = "\x1b[2J\nwhole"
-    torch.save(state, whole)
-    assert command("info", whole) == 0
-    assert r"\x1b[2J\nwhole" in capsys.readouterr().out
-
-
 def test_an_index_with_other_places_of_moments_is_found(parts: Path) -> None:
     state = content(parts)
     places = state[INDEX_KEY]["positions"]
@@ -702,7 +694,7 @@ def test_integers_are_no_weights(whole: Path, dtype) -> None:
         (["extra_state", "train_iterator", "epoch"], 10**15, "epoch is 1000000000000000, but must be"),
         (["extra_state", "previous_training_time"], "long", "previous_training_time is 'long', not a number"),
         (["last_optimizer_state", "state"], {"a": {}}, "optimizer state is not stored by parameter"),
-        (["last_optimizer_state", "state", 0, "step"], -5, "step of parameter 0 is -5, not a finite number"),
+        (["last_optimizer_state", "state", 0, "step"], -5, "step of parameter 0 is -5, not a number from 0 to"),
     ],
 )
 def test_a_position_in_training_that_cannot_be_is_named(whole: Path, tmp_path: Path, way, value, said, capsys) -> None:

@@ -330,6 +330,16 @@ def test_doctor_reports_and_writes_json(tmp_path: Path, capsys) -> None:
     assert float(re.match(r"([\d,.]+) GFLOP/s", checks["fp32 speed"]["detail"]).group(1).replace(",", "")) > 0.1
 
 
+def test_doctor_names_a_broken_plug_in(monkeypatch) -> None:
+    def load() -> None:
+        raise UserError("SMLP_PLUGINS: mine.py cannot be loaded")
+
+    monkeypatch.setattr("smlp.fairseq_compat.command_line.load_plugin", load)
+    (check,) = doctor.check_plugin()
+    assert (check.status, check.detail) == (doctor.PROBLEM, "SMLP_PLUGINS: mine.py cannot be loaded")
+    assert check.remedy == "mend that file, or leave it out of SMLP_PLUGINS"
+
+
 @pytest.mark.parametrize(
     ("version", "oldest", "newest", "status"),
     [
