@@ -126,7 +126,7 @@ def read_rows(file: SplitFile, task: GlueTask, split: str) -> Rows:
     wanted = [*task.columns, *([task.label] if task.label in names or not is_test else [])]
     for name in wanted:
         if name not in names:
-            raise UserError(f"{file.path} has no column {name!r}: its columns are {', '.join(map(repr, names))}")
+            raise UserError(f"{file.path} has no column {name!r}: its columns are {', '.join(map(repr, names)):.300}")
         if names.count(name) > 1:
             raise UserError(f"{file.path} has {names.count(name)} columns {name!r}")
     places = [names.index(name) for name in wanted]
@@ -174,7 +174,7 @@ def _chosen_ids(file: SplitFile, names: list[str]) -> set[tuple[str, str]] | Non
         return None
     for name in ("#1 ID", "#2 ID"):
         if name not in names:
-            raise UserError(f"{file.path} has no column {name!r}: its columns are {', '.join(map(repr, names))}")
+            raise UserError(f"{file.path} has no column {name!r}: its columns are {', '.join(map(repr, names)):.300}")
     pairs = [line.split() for line in read_text(file.ids).splitlines() if line.strip()]
     for number, pair in enumerate(pairs, start=1):
         if len(pair) != 2:
