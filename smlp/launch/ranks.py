@@ -140,7 +140,7 @@ def device_index(place: Place, visible: int) -> int:
     ranks = place.local_size or f"at least {place.local_rank + 1}"
     raise UserError(
         f"{ranks} ranks on a machine with {visible} visible GPU{'s' * (visible > 1)}: start one rank for each GPU, or "
-        "give --cpu"
+        "use CPUs"
     )
 
 

@@ -197,7 +197,7 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
 
 
 def _outline(args: Namespace, **changed: Any) -> nn.Module:
-    """Return a model without weights, as the options say: it takes no memory, whatever sizes a checkpoint records."""
+    """Return a model as the options say, but without weights: its tensors take no memory, however large they are."""
     with torch.device("meta"):
         return create_model(Namespace(**{**vars(args), "pretrained": False, **changed}))
 
@@ -313,12 +313,13 @@ def _are(kinds: type | tuple[type, ...]) -> Callable[[Any], bool]:
     return lambda values: isinstance(values, list | tuple) and all(isinstance(value, kinds) for value in values)
 
 
+_MOST_PIXELS = 1 << 13  # of a side; every picture gets that size
 #: what an evaluation takes over from a training unless it is given, and whether a value can be such an option
 TAKEN_OVER: dict[str, Callable[[Any], bool]] = {
     "model": lambda value: isinstance(value, str),
     "model_kwargs": lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
-    "img_size": lambda value: isinstance(value, int),
-    "input_size": lambda value: _are(int)(value) and len(value) == 3,
+    "img_size": lambda value: isinstance(value, int) and value <= _MOST_PIXELS,
+    "input_size": lambda value: _are(int)(value) and len(value) == 3 and max(value) <= _MOST_PIXELS,
     "num_classes": lambda value: isinstance(value, int),
     "in_chans": lambda value: isinstance(value, int),
     "classes": _are(str),

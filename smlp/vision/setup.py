@@ -167,11 +167,13 @@ def _fits(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _trim(summary: Path, first_epoch: int) -> None:
-    """Drop the rows from an epoch on, and one that was cut off, to which the next would be joined."""
-    if summary.exists():
-        content = summary.read_bytes()
-        if not content.endswith(b"\n"):
-            summary.write_bytes(content[: content.rfind(b"\n") + 1])
+    """Drop the rows from an epoch on, and one that was cut off; the next row would be joined to it."""
+    content = summary.read_bytes() if summary.exists() else b""
+    if content and not content.endswith((b"\n", b"\r")):
+        rows = content.splitlines()
+        last = rows[-1]
+        is_whole = last.count(b",") == rows[0].count(b",")
+        summary.write_bytes(content + b"\r\n" if is_whole else content.removesuffix(last))
     try:
         trim_summary(str(summary), first_epoch)
     except (ValueError, OverflowError, csv.Error) as error:

@@ -307,6 +307,14 @@ def _with_large_list(zeros: bytes, ones: bytes) -> bytes:
     return records + first + second + locator + zeros[-22:]
 
 
+def _after_something(zeros: bytes, ones: bytes) -> bytes:
+    """Return an archive that is whole, but that torch does not take for one, as it begins with something else."""
+    (length, begin) = struct.unpack_from("<II", zeros, len(zeros) - 10)
+    end = bytearray(zeros[-22:])
+    struct.pack_into("<I", end, 16, begin + 64)
+    return bytes(64) + zeros[:begin] + _moved(zeros[begin : begin + length], 64) + end
+
+
 def _with_capitals(zeros: bytes, ones: bytes) -> bytes:
     return _packed({name.replace("data/", "DATA/"): data for name, data in _unpacked(ones).items()} | _unpacked(zeros))
 
@@ -339,9 +347,21 @@ def _packed(files: dict[str, bytes]) -> bytes:
         (lambda zeros, ones: b"before" + zeros, "a list of records at another place"),
         (lambda zeros, ones: zeros[:-2] + b"\4\0PK\5\6", "truncated or not a checkpoint"),
         (lambda zeros, ones: zeros + b"after", "a list of records at another place"),
+        (_after_something, "a list of other records"),
+        (lambda zeros, ones: zeros[:-14] + b"\1\0\1\0" + zeros[-10:], "a list of other records"),
         (_with_other_byte_order, "numbers in the byte order of another kind of machine"),
     ],
-    ids=["two lists", "a list for large archives", "capitals", "before", "two ends", "after", "byte order"],
+    ids=[
+        "two lists",
+        "a list for large archives",
+        "capitals",
+        "before",
+        "two ends",
+        "after",
+        "moved",
+        "fewer",
+        "byte order",
+    ],
 )
 def test_archives_that_torch_may_read_otherwise_are_refused(tmp_path: Path, write: Any, words: str) -> None:
     zeros, ones = _archives(tmp_path)

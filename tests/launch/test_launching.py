@@ -205,7 +205,7 @@ def test_evaluation_by_srun_stays_one_process_each(monkeypatch) -> None:
     [
         (LAST_TASK, 0, {"distributed_world_size": 8}, "srun started 4 ranks, but --distributed-world-size says 8"),
         (TORCHRUN, 0, {"distributed_world_size": 8}, "started 4 ranks, but --distributed-world-size says 8"),
-        (TORCHRUN, 1, {}, "at least 2 ranks on a machine with 1 visible GPU: .* --cpu"),
+        (TORCHRUN, 1, {}, "at least 2 ranks on a machine with 1 visible GPU: .* use CPUs"),
         ({}, 2, {"distributed_world_size": 16}, "16, but 2 GPUs are visible here: .* srun or torchrun"),
         ({}, 0, {"distributed_world_size": 2}, "2 needs 2 GPUs .* smlp train --nproc 2"),
     ],

@@ -346,9 +346,13 @@ def test_damaged_summaries(tmp_path):
         with pytest.raises(UserError, match=r"summary.csv is damaged: .*; move it away"):
             _trim(tmp_path / "summary.csv", 2)
         assert (tmp_path / "summary.csv").read_bytes() == content
-    (tmp_path / "summary.csv").write_bytes(b"epoch,loss\n0,2.3\n1,2.")
+    (tmp_path / "summary.csv").write_bytes(b"epoch,loss,lr\n0,2.3,1\n1,2.")
     _trim(tmp_path / "summary.csv", 2)
-    assert (tmp_path / "summary.csv").read_bytes() == b"epoch,loss\n0,2.3\n"
+    assert (tmp_path / "summary.csv").read_bytes() == b"epoch,loss,lr\n0,2.3,1\n"
+    for content, ending in ((b"epoch,loss\n0,2.3", b"\r\n"), (b"epoch,loss\r0,2.3\r", b""), (b"epoch,loss", b"\r\n")):
+        (tmp_path / "summary.csv").write_bytes(content)
+        _trim(tmp_path / "summary.csv", 2)
+        assert (tmp_path / "summary.csv").read_bytes() == content + ending
 
 
 def test_a_resumed_run_has_the_width_that_another_resolution_gave_it():
@@ -544,7 +548,7 @@ def test_damaged_weights_have_no_accuracy(digits, trained, capsys, tmp_path):
 def test_recorded_sizes_take_no_memory(digits, trained, capsys, tmp_path):
     """They are compared with the weights before a model of these sizes is made."""
     path = tmp_path / "large.pth.tar"
-    for name, value in (("num_classes", 10**9), ("model_kwargs", {"embed_dim": 10**7}), ("img_size", 8 * 10**5)):
+    for name, value in (("num_classes", 10**9), ("model_kwargs", {"embed_dim": 10**7}), ("img_size", 8000)):
         content = torch.load(trained, weights_only=False)
         setattr(content["args"], name, value)
         torch.save(content, path)
@@ -552,7 +556,7 @@ def test_recorded_sizes_take_no_memory(digits, trained, capsys, tmp_path):
         assert f"{path} does not fit smlp_mixer_tiny: " in line
         if name == "img_size":
             line = train(capsys, digits, "--initial-checkpoint", path, "--change-resolution", "--img-size", "16")
-            assert str(8 * 10**5) in line
+            assert "8000" in line
 
 
 def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
@@ -565,6 +569,8 @@ def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
         ("model_kwargs", [1]),
         ("model", 5),
         ("img_size", "8"),
+        ("img_size", 10**5),
+        ("input_size", [1, 20_000, 20_000]),
     ):
         content = torch.load(trained, weights_only=False)
         setattr(content["args"], name, value)
