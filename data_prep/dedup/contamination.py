@@ -58,7 +58,7 @@ class TaskNgrams:
     names: tuple[str, ...]  # of tasks and splits, ``copa/val``
     bases: tuple[int, ...]  # number of the first record of each, and of all records
     lengths: tuple[int, ...]  # of n-grams, in words
-    digest: str  # of the n-grams
+    digest: str  # of the n-grams, and of what they belong to
     too_short: tuple[int, ...]  # records of each that are not searched: no text has min(``MIN_NGRAM``, n) words
 
 
@@ -83,7 +83,9 @@ def read_tasks(data_dir: Path, splits: str) -> dict[str, list[list[str]]]:
 
 
 def index_tasks(texts: dict[str, list[list[str]]], n: int, folder: Path) -> TaskNgrams:
-    """Write the n-grams of tasks to files in ``folder``, for all workers to read; ``texts`` are those of each record.
+    """Write the n-grams of tasks to files below ``folder``, for all workers to read.
+
+    ``texts`` are those of each record.
 
     Raises:
         UserError: all texts are too short.
@@ -110,9 +112,11 @@ def index_tasks(texts: dict[str, list[list[str]]], n: int, folder: Path) -> Task
     all_grams, all_records = all_grams[order], np.concatenate(records)[order]
     table = np.zeros(1 << max(int(8 * len(all_grams)).bit_length(), 10), dtype=bool)
     table[all_grams & np.uint64(len(table) - 1)] = True
+    owners = json.dumps([list(texts), bases]).encode()
+    digest = hashlib.sha256(all_grams.tobytes() + all_records.tobytes() + owners).hexdigest()
+    folder /= digest[:16]  # that of other tasks may be in use
     for name, values in (("ngrams", all_grams), ("records", all_records), ("table", table)):
         write_bytes(folder / f"{name}.bin", values.tobytes())
-    digest = hashlib.sha256(all_grams.tobytes() + json.dumps([list(texts), bases]).encode()).hexdigest()
     return TaskNgrams(folder, tuple(texts), tuple(bases), tuple(sorted(lengths)), digest, tuple(too_short))
 
 

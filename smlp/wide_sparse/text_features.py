@@ -15,7 +15,9 @@ from smlp.config import ModelConfig
 from smlp.errors import UserError
 from smlp.inference.language_model import LanguageModel
 from smlp.inference.masked import MaskedLanguageModel
+from smlp.inference.scoring.candidates import drop_nothing
 from smlp.nn.blocks import DenseBlock, SparseBlock
+from smlp.nn.decoder import Decoder
 from smlp.nn.stack import Stack
 from smlp.wide_sparse.cka import Branch, compare_models, output_alone
 
@@ -83,6 +85,9 @@ def compare_language_models(
         raise UserError(f"the text has {len(x_ST)} sequences of {T} tokens, less than --batch-size {batch_size}")
     whole = (x_BT for x_BT in x_ST.split(batch_size) if len(x_BT) == batch_size)
     cores = [model.core.eval() for model in models]
+    for core in cores:
+        if isinstance(core, Decoder):
+            drop_nothing(core)
     found = compare_models(cores, [branches(core) for core in cores], islice(whole, batches), names)
     found["sequences"] = found.pop("inputs")
     return found
