@@ -491,15 +491,17 @@ def test_overlap_with_tasks(tmp_path, tasks, capsys):
 def test_what_belongs_to_another_record_is_signed_anew(tmp_path, tasks):
     """The n-grams stay the same, and those of another command in the same folder are left alone."""
     folder, words = tasks
-    first, second = map(json.loads, (folder / "copa" / "val.jsonl").read_text().splitlines())
-    path = write_jsonl(tmp_path / "a.jsonl", [{"id": "found", "text": f"before {words[10]} AA after"}])
-    options = ["--in", path, "--decontaminate", folder, "--workers", 1]
-    write_jsonl(folder / "copa" / "val.jsonl", [first, second, first | {"idx": 3}])
+    inputs = tmp_path / "in"
+    inputs.mkdir()
+    write_jsonl(inputs / "a.jsonl", [{"id": "found", "text": f"before {words[10]} AA after"}])
+    options = ["--in", inputs, "--decontaminate", folder, "--workers", 1]
     run(*options, out=tmp_path / "out")
-    before = {file: file.read_bytes() for file in (tmp_path / "out" / ".work" / "tasks").glob("*/*.bin")}
-    write_jsonl(folder / "copa" / "val.jsonl", [first, second, second])
+    before = {file: file.read_bytes() for file in (tmp_path / "out" / ".work" / "tasks").rglob("*.bin")}
+    rows = (folder / "copa" / "val.jsonl").read_text().splitlines()
+    (folder / "copa" / "val.jsonl").write_text("\n".join(reversed(rows)))
+    write_jsonl(inputs / "b.jsonl", [{"id": "again", "text": f"so {words[10]} AA again"}])
     (copa,) = (row for row in run(*options, out=tmp_path / "out")["contamination"] if row["task"] == "copa/val")
-    assert (copa["documents"], copa["records_found"], copa["records"]) == (1, 1, 3)
+    assert (copa["documents"], copa["records_found"], copa["records"]) == (2, 1, 2)
     assert len(before) == 3 and all(file.read_bytes() == held for file, held in before.items())
 
 
