@@ -12,6 +12,7 @@ import pytest
 from zeroshot_data import write_tasks
 
 from data_prep.dedup import command, groups
+from data_prep.dedup import contamination
 from data_prep.dedup.contamination import Index, index_tasks, read_tasks, summary
 from data_prep.dedup.files import Lookup, read_partition, spilling
 from data_prep.dedup.groups import first_of_each
@@ -499,6 +500,7 @@ def test_what_belongs_to_another_record_is_signed_anew(tmp_path, tasks):
     before = {file: file.read_bytes() for file in (tmp_path / "out" / ".work" / "tasks").rglob("*.bin")}
     rows = (folder / "copa" / "val.jsonl").read_text().splitlines()
     (folder / "copa" / "val.jsonl").write_text("\n".join(reversed(rows)))
+    contamination._arrays.cache_clear()  # as in another process
     write_jsonl(inputs / "b.jsonl", [{"id": "again", "text": f"so {words[10]} AA again"}])
     (copa,) = (row for row in run(*options, out=tmp_path / "out")["contamination"] if row["task"] == "copa/val")
     assert (copa["documents"], copa["records_found"], copa["records"]) == (2, 1, 2)
