@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from zeroshot_data import write_tasks
 
-from data_prep.dedup import command, groups
-from data_prep.dedup import contamination
+from data_prep.dedup import command, contamination, groups
 from data_prep.dedup.contamination import Index, index_tasks, read_tasks, summary
 from data_prep.dedup.files import Lookup, read_partition, spilling
 from data_prep.dedup.groups import first_of_each
