@@ -304,8 +304,8 @@ def locked(run: StepRun) -> Iterator[None]:
             pass  # a file system without locks
         if run.begun and read_json(state / SETTINGS) != run.begun:
             raise UserError(
-                f"{run.out} no longer holds the settings of this command: another one began there meanwhile; name "
-                "another --out"
+                f"{run.out} no longer holds the settings of this command: it was removed, or another one began there "
+                "meanwhile; name another --out"
             )
         if number == 1:
             for path in run.out.rglob(f"*{PARTIAL}"):  # leftovers of killed processes
