@@ -202,12 +202,23 @@ def _outline(args: Namespace, **changed: Any) -> nn.Module:
         return create_model(Namespace(**{**vars(args), "pretrained": False, **changed}))
 
 
+_MOST_LAYERS = 1 << 11  # of what a checkpoint records, or another size that none of its tensors has
+
+
 def check_fit(checkpoint: dict[str, Any], path: str, args: Namespace, use_ema: bool = True) -> None:
     """Check that weights fit a model of the sizes that their checkpoint records, before it is made.
 
     Raises:
         UserError: they do not.
     """
+    state = checkpoint["state_dict"]
+    most = max(_MOST_LAYERS, len(state), *(size for tensor in state.values() for size in tensor.shape))
+    for name, value in args.model_kwargs.items():
+        sizes = [size for size in (value if isinstance(value, list | tuple) else [value]) if isinstance(size, int)]
+        if max(sizes, default=0) > most:
+            raise UserError(
+                f"{path} does not fit {args.model}: {name} is {value!r:.60}, and the sizes of its tensors are at most {most}"
+            )
     _fitting(_outline(args), checkpoint, path, args, use_ema)
 
 

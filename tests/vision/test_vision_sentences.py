@@ -545,10 +545,13 @@ def test_damaged_weights_have_no_accuracy(digits, trained, capsys, tmp_path):
     assert "odd.pth.tar holds a tensor of shape (1000000, 1000000) in a record of 4 bytes, which is not read" in line
 
 
+DEPTHS = [("model_kwargs", {"num_layers": 10**4}), ("model_kwargs", {"layers": [1, 10**6]})]
+
+
 def test_recorded_sizes_take_no_memory(digits, trained, capsys, tmp_path):
     """They are compared with the weights before a model of these sizes is made."""
     path = tmp_path / "large.pth.tar"
-    for name, value in (("num_classes", 10**9), ("model_kwargs", {"embed_dim": 10**7}), ("img_size", 8000)):
+    for name, value in (("num_classes", 10**9), ("model_kwargs", {"embed_dim": 10**7}), ("img_size", 8000), *DEPTHS):
         content = torch.load(trained, weights_only=False)
         setattr(content["args"], name, value)
         torch.save(content, path)
