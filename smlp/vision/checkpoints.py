@@ -217,7 +217,7 @@ def check_fit(checkpoint: dict[str, Any], path: str, args: Namespace, use_ema: b
         sizes = [size for size in (value if isinstance(value, list | tuple) else [value]) if isinstance(size, int)]
         if max(sizes, default=0) > most:
             raise UserError(
-                f"{path} does not fit {args.model}: {name} is {value!r:.60}, and the sizes of its tensors are at most {most}"
+                f"{path} does not fit {args.model}: {name} is {value!r:.60}, more than any size of its tensors"
             )
     _fitting(_outline(args), checkpoint, path, args, use_ema)
 
