@@ -48,6 +48,7 @@ _END, _END_SIGNATURE = struct.Struct("<4s6xHIIH"), b"PK\5\6"
 _END64, _END64_SIGNATURE = struct.Struct("<4s28xQQQ"), b"PK\6\6"
 _LOCATOR, _LOCATOR_SIGNATURE = struct.Struct("<8xQ4x"), b"PK\6\7"
 _ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a large record
+_CAUSE = re.compile(r"WeightsUnpickler error: (.*?)(?: was not|\. |$)", re.MULTILINE)  # stands below the advice
 _ADVICE = re.compile("Weights only load failed|Re-running|This file can still be loaded")
 _PADDING_ID = 0x4246  # extra field with which torch also aligns records
 _MOST_VALUES = 10_000_000  # most values in a file; a list that is referenced twice counts twice
@@ -138,7 +139,7 @@ def _check_directory(records: Sequence[zipfile.ZipInfo], comment: bytes, path: P
         end -= _LOCATOR.size + _END64.size
         if at != end or end64 != _END64_SIGNATURE:
             raise Refused("a list of records at another place")
-    if signature != _END_SIGNATURE or _END_SIGNATURE in comment or offset + length != end:
+    if signature != _END_SIGNATURE or offset + length != end:
         raise Refused("a list of records at another place")
     first = min((info.header_offset for info in records), default=0)
     renamed = any(info.filename != info.orig_filename for info in records)
@@ -271,8 +272,8 @@ def unreadable(path: Path, error: Exception) -> str:
 
 def named_error(error: Exception) -> str:
     """Return an error of a reader in one line, without torch's advice to read the file all the same."""
-    first = (str(error).splitlines() or [""])[0]
-    reason = _ADVICE.split(first)[0].strip()
+    said = _CAUSE.findall(str(error)) or _ADVICE.split((str(error).splitlines() or [""])[0])
+    reason = said[0].strip()
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -202,7 +203,7 @@ def _outline(args: Namespace, **changed: Any) -> nn.Module:
         return create_model(Namespace(**{**vars(args), "pretrained": False, **changed}))
 
 
-_MOST_LAYERS = 1 << 11  # of what a checkpoint records, or another size that none of its tensors has
+_MOST_LAYERS, _DEPTH = 1 << 11, re.compile("depth|layer|block")  # settings of a recorded model's depth
 
 
 def check_fit(checkpoint: dict[str, Any], path: str, args: Namespace, use_ema: bool = True) -> None:
@@ -213,7 +214,7 @@ def check_fit(checkpoint: dict[str, Any], path: str, args: Namespace, use_ema: b
     """
     state = checkpoint["state_dict"]
     most = max(_MOST_LAYERS, len(state), *(size for tensor in state.values() for size in tensor.shape))
-    for name, value in args.model_kwargs.items():
+    for name, value in ((name, value) for name, value in args.model_kwargs.items() if _DEPTH.search(name)):
         sizes = [size for size in (value if isinstance(value, list | tuple) else [value]) if isinstance(size, int)]
         if max(sizes, default=0) > most:
             raise UserError(

@@ -25,6 +25,7 @@ from timm.utils.summary import trim_summary
 from torch import nn
 
 from smlp.errors import UserError, one_line
+from smlp.files import number_of
 from smlp.vision.checkpoints import (
     at_resolution,
     check_fit,
@@ -172,7 +173,8 @@ def _trim(summary: Path, first_epoch: int) -> None:
     if content and not content.endswith((b"\n", b"\r")):
         rows = content.splitlines()
         last = rows[-1]
-        is_whole = last.count(b",") == rows[0].count(b",")
+        is_cut = len(rows) > 1 and not math.isfinite(number_of(last.rpartition(b",")[2].decode(errors="replace")))
+        is_whole = last.count(b",") == rows[0].count(b",") and not is_cut
         summary.write_bytes(content + b"\r\n" if is_whole else content.removesuffix(last))
     try:
         trim_summary(str(summary), first_epoch)

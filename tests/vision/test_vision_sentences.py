@@ -346,9 +346,10 @@ def test_damaged_summaries(tmp_path):
         with pytest.raises(UserError, match=r"summary.csv is damaged: .*; move it away"):
             _trim(tmp_path / "summary.csv", 2)
         assert (tmp_path / "summary.csv").read_bytes() == content
-    (tmp_path / "summary.csv").write_bytes(b"epoch,loss,lr\n0,2.3,1\n1,2.")
-    _trim(tmp_path / "summary.csv", 2)
-    assert (tmp_path / "summary.csv").read_bytes() == b"epoch,loss,lr\n0,2.3,1\n"
+    for cut in (b"1,2.", b"1,2.2,0.1e"):
+        (tmp_path / "summary.csv").write_bytes(b"epoch,loss,lr\n0,2.3,1\n" + cut)
+        _trim(tmp_path / "summary.csv", 2)
+        assert (tmp_path / "summary.csv").read_bytes() == b"epoch,loss,lr\n0,2.3,1\n"
     for content, ending in ((b"epoch,loss\n0,2.3", b"\r\n"), (b"epoch,loss\r0,2.3\r", b""), (b"epoch,loss", b"\r\n")):
         (tmp_path / "summary.csv").write_bytes(content)
         _trim(tmp_path / "summary.csv", 2)
