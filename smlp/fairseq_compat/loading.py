@@ -225,18 +225,20 @@ def check_moments(path: str, trainer: Any) -> None:
         )
 
 
-def check_averages(path: str, averages: Mapping[str, Any], model: nn.Module) -> None:
+def check_averages(path: str, averages: Mapping[str, Any], model: nn.Module, may_lack: bool = False) -> None:
     """Refuse averages of ``--store-ema`` that are not whole; fairseq takes what there is.
 
     Args:
         path: of the checkpoint.
         averages: in it.
         model: that has loaded them.
+        may_lack: whether the model may have parameters that the checkpoint's did not have.
 
     Raises:
         UserError: a parameter is missing or not finite; the message names it.
     """
-    lacking = next((f"without {name}" for name, _ in model.named_parameters() if name not in averages), "")
+    names = [] if may_lack else [name for name, _ in model.named_parameters()]
+    lacking = next((f"without {name}" for name in names if name not in averages), "")
     if problem := lacking or damaged_weights(model):
         raise UserError(
             f"{path} is damaged: it has averages {problem}; without --store-ema, training goes on from its weights"

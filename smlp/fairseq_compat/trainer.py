@@ -190,7 +190,8 @@ class SparseTrainer(Trainer):
         if self.cfg.ema.store_ema:  # fairseq counts updates between two steps of the averages from 0 in each process
             self.ema.update_freq_counter = self.get_num_updates() % max(self.cfg.ema.ema_update_freq, 1)
             if "ema" in (extra_state or {}):
-                check_averages(filename, extra_state["ema"], self.ema.get_model())
+                # a model that is fine-tuned may have parts that the checkpoint lacks
+                check_averages(filename, extra_state["ema"], self.ema.get_model(), may_lack=reset_optimizer)
         if extra_state is not None and not reset_optimizer:
             warn_of_lost_updates(filename, self)
             restore_plateau(self, extra_state, reset_meters, reset_lr_scheduler, optimizer_overrides)

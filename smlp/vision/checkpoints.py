@@ -203,7 +203,7 @@ def _outline(args: Namespace, **changed: Any) -> nn.Module:
         return create_model(Namespace(**{**vars(args), "pretrained": False, **changed}))
 
 
-_MOST_LAYERS, _DEPTH = 1 << 11, re.compile("depth|layer|block")  # settings of a recorded model's depth
+_DEPTH = re.compile("depths?|((num|n)_)?(layers|blocks)")  # settings of a model that make it deep
 
 
 def check_fit(checkpoint: dict[str, Any], path: str, args: Namespace, use_ema: bool = True) -> None:
@@ -212,14 +212,10 @@ def check_fit(checkpoint: dict[str, Any], path: str, args: Namespace, use_ema: b
     Raises:
         UserError: they do not.
     """
-    state = checkpoint["state_dict"]
-    most = max(_MOST_LAYERS, len(state), *(size for tensor in state.values() for size in tensor.shape))
-    for name, value in ((name, value) for name, value in args.model_kwargs.items() if _DEPTH.search(name)):
+    for name, value in ((name, value) for name, value in args.model_kwargs.items() if _DEPTH.fullmatch(name)):
         sizes = [size for size in (value if isinstance(value, list | tuple) else [value]) if isinstance(size, int)]
-        if max(sizes, default=0) > most:
-            raise UserError(
-                f"{path} does not fit {args.model}: {name} is {value!r:.60}, more than any size of its tensors"
-            )
+        if sum(sizes) > (most := len(checkpoint["state_dict"])):
+            raise UserError(f"{path} does not fit {args.model}: {name} is {value!r:.60}, and it has {most} tensors")
     _fitting(_outline(args), checkpoint, path, args, use_ema)
 
 

@@ -531,11 +531,14 @@ def test_missing_moments_are_named(tiny_run, tiny_data: Path, tmp_path: Path, ru
     assert re.search(lost, none.stdout) and not re.search(lost, weights.stdout + less.stdout)
 
 
-def test_averages_that_are_not_finite_are_named() -> None:
+def test_averages_that_are_not_finite_or_not_whole_are_named() -> None:
     from smlp.fairseq_compat.loading import check_averages
 
     model = torch.nn.Linear(3, 2)
     check_averages("a.pt", model.state_dict(), model)
+    check_averages("a.pt", {}, model, may_lack=True)  # of a head that is new
+    with pytest.raises(UserError, match="it has averages without weight"):
+        check_averages("a.pt", {}, model)
     model.bias.data[1] = torch.nan
     with pytest.raises(UserError, match=r"^a\.pt is damaged: it has averages with 1 of 2 weights of bias not finite; "):
         check_averages("a.pt", model.state_dict(), model)
