@@ -201,10 +201,14 @@ def new_state(cfg: Mapping[str, Any], model: Mapping[str, Any], history: list[di
 
 def new_history(cfg: Mapping[str, Any], num_updates: int) -> dict[str, Any]:
     """Return the entry of ``optimizer_history`` that fairseq needs even if there is no optimizer state."""
-    criterion, optimizer = (cfg.get(group) or {} for group in ("criterion", "optimizer"))
+
+    def name_of(group: str) -> str | None:
+        held = cfg.get(group) or {}
+        return (vars(held) if isinstance(held, Namespace) else held).get("_name")
+
     return {
-        "criterion_name": (vars(criterion) if isinstance(criterion, Namespace) else criterion).get("_name"),
-        "optimizer_name": (vars(optimizer) if isinstance(optimizer, Namespace) else optimizer).get("_name"),
+        "criterion_name": name_of("criterion"),
+        "optimizer_name": name_of("optimizer"),
         "lr_scheduler_state": {},
         "num_updates": num_updates,
     }
