@@ -20,8 +20,6 @@ from smlp.fairseq_compat.replacing import replacing
 _PRINT_USAGE = argparse.ArgumentParser.error
 _MANDATORY = "???"  # hydra's default for required options; fairseq passes it to argparse like any other
 _OF_LANGUAGE_MODELS = ("tokens_per_sample", "max_target_positions", "add_bos_token")
-# Options that default to another option's value have no type, and are read much later.
-_UNTYPED = {"batch_size_valid": int, "max_tokens_valid": int, "total_num_update": float}
 
 
 def apply() -> None:
@@ -65,6 +63,23 @@ def apply() -> None:
         return parsed
 
     replacing(utils, "eval_str_list")(_number_list)
+
+
+def _truth(text: str) -> bool:
+    """Read true or false, in capitals or not; fairseq reads only Python's own True and False."""
+    values = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return values[text.lower()]
+
+
+# Options that default to another option's value have no type, and are read much later.
+_UNTYPED: dict[str, Callable[[str], Any]] = {
+    "batch_size_valid": int,
+    "max_tokens_valid": int,
+    "total_num_update": float,
+    "update_epoch_batch_itr": _truth,
+}
 
 
 def usage_error(message: str) -> NoReturn:

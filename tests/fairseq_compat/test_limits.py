@@ -93,6 +93,7 @@ REFUSED: dict[str, list[str]] = {
     "--max-sentences -4": ["--batch-size must be at least 1, got -4"],
     "--batch-size-valid 0": ["--batch-size-valid must be at least 1, got 0"],
     "--batch-size-valid 1.5": ["argument --batch-size-valid/--max-sentences-valid: invalid int value: '1.5'"],
+    "--update-epoch-batch-itr maybe": ["argument --update-epoch-batch-itr: expected true or false, got 'maybe'"],
     "--required-batch-size-multiple 1000000000000": ["must be from 1 to 2147483647, got 1000000000000"],
     "--required-batch-size-multiple 0": ["--required-batch-size-multiple must be from 1 to 2147483647, got 0"],
     "--seed -1": ["--seed must be from 0 to 4293918720, got -1"],
@@ -181,6 +182,11 @@ def test_masking_that_cannot_work_is_refused(words: str, sentence: str) -> None:
 def test_what_works_is_let_pass(words: str) -> None:
     args = parse(*words.split(" "))
     assert args.batch_size is None and not args.tpu
+
+
+@pytest.mark.parametrize(("word", "value"), [("True", True), ("true", True), ("0", False), ("FALSE", False)])
+def test_a_truth_is_read_in_the_usual_ways(word: str, value: bool) -> None:
+    assert parse("--update-epoch-batch-itr", word).update_epoch_batch_itr is value
 
 
 def test_polynomial_decay_ends_with_the_last_update_unless_told_otherwise() -> None:
