@@ -17,6 +17,7 @@ from smlp.files import regular_file
 _SHOWN = 5  # most names of unread files in a message
 _NAME_BYTES = 160  # of a part's name; file systems allow 255, with suffixes
 PART_BYTES = 256 << 20  # larger plain files are cut into parts, so that all workers are busy
+MOST_PARTS = 100_000  # of one file; their names have five digits, in the order of the text
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,9 @@ def plan_parts(
         part_bytes: of a part, at most.
         cut_text: False if a ``.txt`` is one document and must stay whole.
         all_lines: True if every file is lines of text, whatever its suffix, so that all plain ones may be cut.
+
+    Raises:
+        UserError: a file would have more than :data:`MOST_PARTS`.
     """
     parts: list[FilePart] = []
     names: set[str] = set()
@@ -200,6 +204,11 @@ def plan_parts(
         cuttable = path.suffix.lower() == ".jsonl" or (path.suffix.lower() == ".txt" and cut_text)
         cuttable = cuttable or (all_lines and not compression_of(path))
         number = -(-size // part_bytes) if cuttable and size > part_bytes else 1
+        if number > MOST_PARTS:
+            raise UserError(
+                f"{path} has {size:,} bytes, which would be {number:,} parts; the most are {MOST_PARTS:,}: "
+                f"give --part-bytes {-(-size // MOST_PARTS)} or more"
+            )
         bounds = [size * index // number for index in range(number)]
         for index, start in enumerate(bounds):
             name = unique_name(stem if number == 1 else f"{stem}-{index:05d}", names)

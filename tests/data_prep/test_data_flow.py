@@ -266,6 +266,15 @@ def test_parts_of_a_large_file_hold_each_document_once(tmp_path, mode):
         assert len(parts) > 1 or part_bytes > 500
 
 
+def test_parts_beyond_number_are_refused_before_they_are_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_prep.flow.parts.MOST_PARTS", 3)
+    (tmp_path / "a.txt").write_bytes(b"a" * 31)
+    found = find_files([tmp_path], [".txt"])
+    with pytest.raises(UserError, match=r"a.txt has 31 bytes, which would be 4 parts.* give --part-bytes 11"):
+        plan_parts(found, 10)
+    assert len(plan_parts(found, 11)) == 3
+
+
 def test_parts_have_names_of_their_own(tmp_path):
     for name in [
         "x/a.txt",

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -342,6 +344,13 @@ def test_a_model_trained_with_a_start_symbol_is_prompted_with_it(checkpoint):
     torch.save(state, path)
     model = load_pretrained(path)
     assert model.start_token == Vocabulary.bos and model.decoder.config.max_tokens == 12
+
+
+def test_a_stream_may_be_left_unfinished(checkpoint):
+    """When Python ends, the generator is closed after torch, and nothing of torch may then be needed."""
+    script = f"import smlp\nstream = smlp.load_pretrained({str(checkpoint[0])!r}).stream('the s1', 5)\nnext(stream)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    assert "Traceback" not in run.stderr
 
 
 def test_text_comes_piece_by_piece(checkpoint):

@@ -132,23 +132,12 @@ class SampledBatch:
         self._positions.keep(kept)
         self._drafts = [self._drafts[row] for row in kept]
 
-    @torch.no_grad()
     def step(self) -> Iterator[Text]:
         """Add a token to every text whose prompt has been read; yield them, and then drop those with a ``finish``."""
-        batch = self._positions
         if not self._drafts:
             return
-        last_RH = batch.read()[:, -1]
-        index = self._branch()
-        drafts = self._drafts
-        last_RH = last_RH[torch.tensor(index, device=last_RH.device)]
-        waiting = batch.waiting
-        logits_WV = batch.decoder.project(last_RH[torch.tensor(waiting, device=last_RH.device)]).float()
-        log_total_W = logits_WV.logsumexp(1)
-        check_numbers(log_total_W)
-        tokens = self._chosen(self._adjusted(logits_WV), [drafts[row] for row in waiting])
-        rows = torch.arange(len(waiting), device=logits_WV.device)
-        log_probs = (logits_WV[rows, torch.tensor(tokens, device=logits_WV.device)] - log_total_W).tolist()
+        waiting, tokens, log_probs, logits_WV, log_total_W = self._next()
+        batch, drafts = self._positions, self._drafts
         for place, (row, token, log_prob) in enumerate(zip(waiting, tokens, log_probs, strict=True)):
             draft = drafts[row]
             batch.rows[row].append(token)
@@ -164,6 +153,27 @@ class SampledBatch:
         unfinished = [row for row, draft in enumerate(drafts) if draft.text.finish is None]
         batch.keep(unfinished)
         self._drafts = [drafts[row] for row in unfinished]
+
+    @torch.no_grad()  # not around a generator: one that is left unfinished would be closed after torch, and fail
+    def _next(self) -> tuple[list[int], list[int], list[float], Tensor, Tensor]:
+        """Choose the next token of the rows whose prompts have been read.
+
+        Returns:
+            These rows, their tokens and the tokens' log-probabilities; the logits (W, V), and their logsumexp (W,).
+        """
+        batch = self._positions
+        last_RH = batch.read()[:, -1]
+        index = self._branch()
+        drafts = self._drafts
+        last_RH = last_RH[torch.tensor(index, device=last_RH.device)]
+        waiting = batch.waiting
+        logits_WV = batch.decoder.project(last_RH[torch.tensor(waiting, device=last_RH.device)]).float()
+        log_total_W = logits_WV.logsumexp(1)
+        check_numbers(log_total_W)
+        tokens = self._chosen(self._adjusted(logits_WV), [drafts[row] for row in waiting])
+        rows = torch.arange(len(waiting), device=logits_WV.device)
+        log_probs = (logits_WV[rows, torch.tensor(tokens, device=logits_WV.device)] - log_total_W).tolist()
+        return waiting, tokens, log_probs, logits_WV, log_total_W
 
     def _branch(self) -> list[int]:
         """Make ``num_return`` rows of each row whose prompt has just been read; return the row that each comes from."""
