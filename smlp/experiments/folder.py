@@ -70,6 +70,10 @@ class Folder:
                     _check_same(self.path, name, older.get(name), planned[name])
             if "validations" in older:  # records of earlier versions lack it
                 _check_same(self.path, "evaluate.validations", older["validations"], planned["validations"])
+        for model in planned["models"]:  # two names may lead to one folder, such as A and A.
+            for seed in planned["seeds"]:
+                own = self.run(f"runs/{model['folder']}-s{seed}")
+                _check_same(own.path, "model", own.state().get("model", model["name"]), model["name"])
 
     def settle(self, planned: dict[str, Any]) -> None:
         """Record the planned experiment.

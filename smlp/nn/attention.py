@@ -46,7 +46,7 @@ class RelativeBias(nn.Module):
 
 def relative_buckets(num_tokens: int, is_causal: bool, device: torch.device | None = None) -> Tensor:
     """Return the buckets of the distances from -(n-1) to n-1 (key minus query), (2n-1,); causal: 0 for later keys."""
-    distance_L = torch.arange(1 - num_tokens, num_tokens, device=device)
+    distance_L = torch.arange(1 - num_tokens, max(num_tokens, 1), device=device)
     buckets = BUCKETS if is_causal else BUCKETS // 2
     exact = buckets // 2
     far_L = (-distance_L).clamp(min=0) if is_causal else distance_L.abs()

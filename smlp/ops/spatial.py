@@ -96,7 +96,7 @@ def toeplitz_matrices(w_hL: Tensor, num_tokens: int) -> Tensor:
         return central_hL[:, place_n - place_n[:, None] + (num_tokens - 1)]
     if (w_hL.is_cuda or w_hL.dtype.itemsize == 2) and num_tokens > 1:
         return _by_shearing(central_hL, num_tokens)
-    return central_hL.unfold(1, num_tokens, 1).flip(1)
+    return central_hL.unfold(1, num_tokens, 1)[:, :num_tokens].flip(1)  # of no tokens, unfold makes a row
 
 
 def _by_shearing(central_hL: Tensor, num_tokens: int) -> Tensor:

@@ -212,7 +212,12 @@ class _RunChain(Chain):
 
     def ended(self, result: Ended) -> None:
         if result.status == 0:
-            write_json(self.folder / _DONE, {"seconds": result.seconds, "peak_memory_mib": result.peak_memory_mib})
+            used = {"seconds": result.seconds, "peak_memory_mib": result.peak_memory_mib}
+            try:
+                write_json(self.folder / _DONE, {**used, "epochs": len(_summary(self.folder / SUMMARY))})
+            except UserError as error:
+                self.failed.append(str(error))
+                return
             print(f"{result.step.name}: done in {result.seconds:.0f} s", flush=True)
         elif not result.is_stopping:
             self.failed.append(f"{result.step.name} ended with status {result.status}: see {result.step.output}")
@@ -350,28 +355,38 @@ def finished_runs(out: Path, names: Iterable[str], seeds: Iterable[int]) -> dict
     found: dict[str, dict[int, list[dict[str, str]]]] = {name: {} for name in names}
     for name, by_seed in found.items():
         for seed in seeds:
-            if ((folder := run_folder(out, name, seed)) / _DONE).is_file():
-                by_seed[seed] = _summary(folder / SUMMARY)
+            folder = run_folder(out, name, seed)
+            if (folder / _DONE).is_file():
+                rows = _summary(folder / SUMMARY)
+                epochs = read_json(folder / _DONE, {"epochs": Maybe(int)}).get("epochs")  # older runs have none
+                if epochs not in (None, len(rows)):
+                    raise UserError(
+                        f"{folder / SUMMARY} is damaged: it has {len(rows)} of {epochs} epochs; remove {folder} to "
+                        "train this run again"
+                    )
+                by_seed[seed] = rows
     return found
 
 
 def _summary(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a run, whose entries that reports read are checked to be numbers.
+    """Return the rows of a run, one for each epoch, whose entries that reports read are checked to be numbers.
 
     Raises:
         UserError: the file is missing or damaged.
     """
     try:
         rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
-        if rows and all(math.isfinite(float(row[name])) for row in rows for name in _REPORTED):
+        epochs = [int(row["epoch"]) for row in rows]
+        is_whole = bool(rows) and epochs == list(range(epochs[0], epochs[0] + len(rows)))
+        if is_whole and all(math.isfinite(float(row[name])) for row in rows for name in _REPORTED):
             return rows
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (KeyError, TypeError, ValueError, csv.Error):
         pass
     raise UserError(
-        f"{path} is damaged: each row needs finite numbers as {' and '.join(_REPORTED)}; remove {path.parent} to train "
-        "this run again"
+        f"{path} is damaged: each epoch needs a row with finite numbers as {' and '.join(_REPORTED)}; remove "
+        f"{path.parent} to train this run again"
     )
 
 

@@ -174,6 +174,11 @@ def test_changed_settings_are_refused(experiment, tmp_path, capsys):
         ("updates: 6", "updates: 8", "was made with updates = 6, and the experiment now says 8: give another --out"),
         ("lr: 2.0e-3", "lr: 3.0e-3", "gMLP-s1 was made with lr = 0.002, and the experiment now says 0.003"),
         ("batch_size: 4", "batch_size: 2", "was made with tokens_per_update"),
+        (
+            "  gMLP:",
+            '  "gMLP.":',
+            "gMLP-s1 was made with model = gMLP, and the experiment now says gMLP.: give",
+        ),
     ):
         assert old in path.read_text()
         other.write_text(path.read_text().replace(old, new))

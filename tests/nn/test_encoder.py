@@ -55,6 +55,12 @@ def test_toeplitz_matrices(n):
             assert torch.equal(want[:, a, b], w[:, n - 1 + b - a])
 
 
+def test_no_tokens():
+    assert toeplitz_matrices(torch.randn(3, 9), 0).shape == (3, 0, 0)
+    for arch in ("gmlp_mlm_tiny", "bert_mlm_tiny", "bert_mlm_rel_tiny", "bert_mlm_rel_attn_tiny"):
+        assert smlp.build(arch, vocab_size=30, max_tokens=12)(tokens(2, 0)).shape == (2, 0, 30), arch
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("n", [1, 4, 7])
 def test_matrices_of_shorter_texts(is_causal, n):

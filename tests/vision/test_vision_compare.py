@@ -72,6 +72,15 @@ def test_a_comparison_reports_every_seed_and_paired_differences(digits, tmp_path
     assert run(write(tmp_path, digits, seeds="[1, 2, 3]", more="--smoothing 0.5"), out) == 0
     assert len(in_process) == 6
     capsys.readouterr()
+    summary = out / "runs" / "first-s1" / "summary.csv"
+    header, *rows = summary.read_text().splitlines(keepends=True)
+    whole = (out / "results.json").read_bytes()
+    for left, sentence in ((rows[:1], "1 of 2 epochs"), (rows[1:], "1 of 2"), ([rows[0]] * 2, "each epoch needs a")):
+        summary.write_text("".join((header, *left)))
+        assert run(write(tmp_path, digits, more="--smoothing 0.5"), out) == 1
+        said = capsys.readouterr().err
+        assert f"{summary} is damaged: " in said and sentence in said
+    assert (out / "results.json").read_bytes() == whole
     assert run(write(tmp_path, digits, more="--smoothing 0.4"), out) == 1
     assert "was made with models.second = " in capsys.readouterr().err
 
