@@ -139,6 +139,7 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", "train_iterator", "iterations_in_epoch"), *_whole(0)),
     (("extra_state", "train_iterator", "num_shards"), *_whole(1)),
     (("extra_state", "train_iterator", "num_batches"), *_whole(1)),
+    (("extra_state", "train_iterator", "seed"), *_whole(0)),
     (("extra_state", "previous_training_time"), lambda value: _is_number(value), "not a number"),
     (("extra_state", "best"), *_NUMBER_OR_NONE),
     (("extra_state", PLATEAU, "best"), lambda value: _is_number(value), "not a number"),

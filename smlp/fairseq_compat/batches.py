@@ -180,15 +180,17 @@ def _count_repeated_batches_as_nothing() -> None:
 
 
 def _save_numbers_of_ranks_and_batches() -> None:
-    """Save the number of ranks with the position in an epoch, which counts batches of one rank, and that of batches.
+    """Save the number of ranks with the position in an epoch, which counts batches of one rank; the seed; and the
+    number of batches.
 
-    Of a resumed run that has another number of batches, these are other ones in another order.
+    A resumed run that has another seed or number of batches has others at that position.
     """
     from fairseq.data.iterators import EpochBatchIterator
 
     @replacing(EpochBatchIterator, "state_dict")
     def state_dict(iterator_state: Any, self: EpochBatchIterator) -> dict[str, Any]:
-        return {**iterator_state(self), "num_shards": self.num_shards, "num_batches": len(self.frozen_batches)}
+        numbers = {"num_shards": self.num_shards, "num_batches": len(self.frozen_batches), "seed": self.seed}
+        return {**iterator_state(self), **numbers}
 
     @replacing(EpochBatchIterator, "load_state_dict")
     def load_state_dict(load_iterator_state: Any, self: EpochBatchIterator, state: dict[str, Any]) -> None:
@@ -209,6 +211,12 @@ def _save_numbers_of_ranks_and_batches() -> None:
                 f"the checkpoint was written in an epoch of {then:,} batches, and one of this run has {now:,}: some "
                 "texts are seen twice in this epoch, or not at all, unless you train on the same data with the same "
                 "--batch-size, --max-tokens and --tokens-per-sample; --reset-dataloader begins with the first epoch"
+            )
+        seed = state.get("seed", self.seed)
+        if own["iterations_in_epoch"] and seed != self.seed and self.shard_id == 0:
+            logger.warning(
+                f"the checkpoint was written in an epoch in the order of --seed {seed}, and this run has {self.seed}: "
+                "some texts are seen twice in this epoch, or not at all; --reset-dataloader begins with the first epoch"
             )
 
 

@@ -283,14 +283,18 @@ def test_a_position_among_other_batches_is_warned_of(applied, caplog) -> None:
     for _ in range(4):
         next(epoch)
     state = saved.state_dict()
-    older = {name: value for name, value in state.items() if name != "num_batches"}
+    older = {name: value for name, value in state.items() if name not in ("num_batches", "seed")}
     begun(2, num_shards=2).load_state_dict(state)
-    begun(4).load_state_dict(older)
-    begun(4).load_state_dict({**state, "iterations_in_epoch": 0})
-    begun(4, num_shards=2, shard_id=1).load_state_dict(state)
+    begun(4, seed=3).load_state_dict(older)
+    begun(4, seed=3).load_state_dict({**state, "iterations_in_epoch": 0})
+    begun(4, seed=3, num_shards=2, shard_id=1).load_state_dict(state)
     assert not caplog.text
     begun(4).load_state_dict(state)
     assert "written in an epoch of 12 batches, and one of this run has 6: some texts are seen twice" in caplog.text
+    caplog.clear()
+    begun(2, seed=3).load_state_dict(state)
+    assert "in the order of --seed 1, and this run has 3: some texts are seen twice" in caplog.text
+    assert "epoch of" not in caplog.text
 
 
 @pytest.mark.parametrize(
