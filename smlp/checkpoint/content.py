@@ -107,10 +107,10 @@ def _at(state: Any, way: Sequence[str | int]) -> Any:
     return state
 
 
-def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
+def _whole(least: int, most: int = _MOST_STEPS) -> tuple[Callable[[Any], bool], str]:
     return (
-        lambda value: type(value) is int and least <= value <= _MOST_STEPS,
-        f"but must be a whole number from {least} to {_MOST_STEPS}",
+        lambda value: type(value) is int and least <= value <= most,
+        f"but must be a whole number from {least} to {most}",
     )
 
 
@@ -139,7 +139,7 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", "train_iterator", "iterations_in_epoch"), *_whole(0)),
     (("extra_state", "train_iterator", "num_shards"), *_whole(1)),
     (("extra_state", "train_iterator", "num_batches"), *_whole(1)),
-    (("extra_state", "train_iterator", "seed"), *_whole(0)),
+    (("extra_state", "train_iterator", "seed"), *_whole(0, 1 << 33)),  # 32 bits, and an epoch may be added
     (("extra_state", "previous_training_time"), lambda value: _is_number(value), "not a number"),
     (("extra_state", "best"), *_NUMBER_OR_NONE),
     (("extra_state", PLATEAU, "best"), lambda value: _is_number(value), "not a number"),

@@ -119,6 +119,8 @@ def _keep_batches_of_first_epoch() -> None:
         kept = not (kw.get("disable_iterator_cache") or kw.get("update_epoch_batch_itr"))
         if epoch <= 1 or not kept or not self.can_reuse_epoch_itr(dataset) or dataset in self.dataset_to_epoch_iter:
             return iterate(self, dataset, *rest, epoch=epoch, **kw)
+        if getattr(self, "adds_epoch_to_seed", False):
+            kw["seed"] -= epoch - 1
         iterator = iterate(self, dataset, *rest, epoch=1, **kw)
         iterator.epoch = epoch
         dataset.set_epoch(epoch)

@@ -230,6 +230,7 @@ class SparseTrainer(Trainer):
         """Get ready for signals before fairseq builds the first data loader, and keep the position in the data."""
         stop_signals.prepare()
         self.task.trained_split = self.cfg.dataset.train_subset
+        self.task.adds_epoch_to_seed = self.cfg.dataset.update_ordered_indices_seed
         self.train_iterator = super().get_train_iterator(*args, **kw)
         if self.data_parallel_world_size > 1:  # those of validation have been loaded before
             for split, text in getattr(self.task, "texts", {}).items():

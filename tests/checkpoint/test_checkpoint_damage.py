@@ -28,6 +28,7 @@ from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.output import write_in_parts
 from smlp.checkpoint.parts import read_all, write_part
 from smlp.errors import UserError
+from smlp.fairseq_compat.limits import MOST_SEED
 from smlp.models.fitting import check_fit
 
 pytestmark = pytest.mark.timeout(120)
@@ -326,6 +327,13 @@ def test_adafactor_keeps_other_moments_of_matrices_than_of_vectors() -> None:
         changed = copy.deepcopy(state)
         del changed["last_optimizer_state"]["state"][number][moment]
         assert any(f"of parameter {number} lacks" in problem for problem in moment_problems(changed, "a.pt"))
+
+
+def test_the_largest_seed_is_no_damage(whole: Path) -> None:
+    state = content(whole)
+    state["extra_state"]["train_iterator"]["seed"] = MOST_SEED + state["extra_state"]["train_iterator"]["epoch"]
+    torch.save(state, whole)
+    assert problems_of(whole) == []
 
 
 def test_moments_of_two_kinds_without_axes_are_no_error() -> None:

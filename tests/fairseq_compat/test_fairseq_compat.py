@@ -297,6 +297,36 @@ def test_a_position_among_other_batches_is_warned_of(applied, caplog) -> None:
     assert "epoch of" not in caplog.text
 
 
+@pytest.mark.parametrize("adds_epoch", [False, True])
+def test_a_run_that_is_resumed_in_a_later_epoch_has_the_same_batches(applied, adds_epoch) -> None:
+    """fairseq adds the epoch to the seed with --update-ordered-indices-seed, and asks for batches in the first only."""
+    import numpy
+    from fairseq.data import FairseqDataset
+    from fairseq.tasks import FairseqTask
+
+    class Numbers(FairseqDataset):
+        can_reuse_epoch_itr_across_epochs = True
+
+        def __len__(self) -> int:
+            return 12
+
+        def num_tokens(self, index: int) -> int:
+            return 1
+
+        def ordered_indices(self) -> numpy.ndarray:
+            return numpy.random.permutation(len(self))  # noqa: NPY002 - fairseq sets its seed
+
+    def batches(begins_in: int) -> list:
+        task = FairseqTask(argparse.Namespace())
+        task.adds_epoch_to_seed = adds_epoch
+        seed = 5 + begins_in * adds_epoch
+        iterator = task.get_batch_iterator(Numbers(), max_sentences=2, seed=seed, epoch=begins_in)
+        iterator.epoch = 3
+        return [iterator.seed, list(iterator.frozen_batches)]
+
+    assert str(batches(1)) == str(batches(3))
+
+
 @pytest.mark.parametrize(
     ("task", "some", "every"),
     [
