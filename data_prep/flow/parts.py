@@ -206,8 +206,8 @@ def plan_parts(
         number = -(-size // part_bytes) if cuttable and size > part_bytes else 1
         if number > MOST_PARTS:
             raise UserError(
-                f"{path} has {size:,} bytes, which would be {number:,} parts; the most are {MOST_PARTS:,}: "
-                f"give --part-bytes {-(-size // MOST_PARTS)} or more"
+                f"{path} has {size:,} bytes, which would be {number:,} parts of {part_bytes:,}; the most are "
+                f"{MOST_PARTS:,}: take parts of at least {-(-size // MOST_PARTS):,} bytes"
             )
         bounds = [size * index // number for index in range(number)]
         for index, start in enumerate(bounds):

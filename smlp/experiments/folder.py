@@ -73,7 +73,8 @@ class Folder:
         for model in planned["models"]:  # two names may lead to one folder, such as A and A.
             for seed in planned["seeds"]:
                 own = self.run(f"runs/{model['folder']}-s{seed}")
-                _check_same(own.path, "model", own.state().get("model", model["name"]), model["name"])
+                if own.is_begun:
+                    _check_same(own.path, "model", own.state().get("model", model["name"]), model["name"])
 
     def settle(self, planned: dict[str, Any]) -> None:
         """Record the planned experiment.

@@ -27,7 +27,7 @@ def apply() -> None:
     _keep_batches_of_first_epoch()
     _tell_loaders_of_epochs()
     _count_repeated_batches_as_nothing()
-    _save_numbers_of_ranks_and_batches()
+    _save_what_positions_depend_on()
 
 
 def _keep_last_batches() -> None:
@@ -181,9 +181,8 @@ def _count_repeated_batches_as_nothing() -> None:
         return nothing
 
 
-def _save_numbers_of_ranks_and_batches() -> None:
-    """Save the number of ranks with the position in an epoch, which counts batches of one rank; the seed; and the
-    number of batches.
+def _save_what_positions_depend_on() -> None:
+    """Save what the position in an epoch depends on: it counts batches of one rank, in an order of the seed.
 
     A resumed run that has another seed or number of batches has others at that position.
     """

@@ -22,6 +22,23 @@ _MANDATORY = "???"  # hydra's default for required options; fairseq passes it to
 _OF_LANGUAGE_MODELS = ("tokens_per_sample", "max_target_positions", "add_bos_token")
 
 
+def _truth(text: str) -> bool:
+    """Read true or false, in capitals or not; fairseq reads only Python's own True and False."""
+    values = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
+    return values[text.lower()]
+
+
+# Options that default to another option's value have no type, and are read much later.
+_UNTYPED: dict[str, Callable[[str], Any]] = {
+    "batch_size_valid": int,
+    "max_tokens_valid": int,
+    "total_num_update": float,
+    "update_epoch_batch_itr": _truth,
+}
+
+
 def apply() -> None:
     from fairseq import options
     from fairseq.dataclass import utils
@@ -63,23 +80,6 @@ def apply() -> None:
         return parsed
 
     replacing(utils, "eval_str_list")(_number_list)
-
-
-def _truth(text: str) -> bool:
-    """Read true or false, in capitals or not; fairseq reads only Python's own True and False."""
-    values = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in values:
-        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
-    return values[text.lower()]
-
-
-# Options that default to another option's value have no type, and are read much later.
-_UNTYPED: dict[str, Callable[[str], Any]] = {
-    "batch_size_valid": int,
-    "max_tokens_valid": int,
-    "total_num_update": float,
-    "update_epoch_batch_itr": _truth,
-}
 
 
 def usage_error(message: str) -> NoReturn:

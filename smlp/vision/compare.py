@@ -199,10 +199,8 @@ class _RunChain(Chain):
         if self.started:
             return None
         self.started = True
-        found = checkpoints_in(self.folder)
         words = [*this_program(), "vision", "train", *self.words]
-        if found:  # timm removes the last one before it puts another in its place
-            newest = found[0] if found[0].name == LAST else max(found, key=lambda path: path.stat().st_mtime)
+        if newest := self._newest():
             words = [*without_options(words, "--initial-checkpoint"), "--resume", str(newest)]
             words = [word for word in words if word != "--change-resolution"]
         else:  # it ended while the first one was written, after its row of the summary
@@ -210,14 +208,24 @@ class _RunChain(Chain):
         threads = {"OMP_NUM_THREADS": str(self.threads)}
         return Step(self.folder.name, words, self.folder.parent / f"{self.folder.name}.log", threads)
 
+    def _newest(self) -> Path | None:
+        """Return the last checkpoint; timm removes it before it puts another in its place."""
+        found = checkpoints_in(self.folder)
+        if not found or found[0].name == LAST:
+            return found[0] if found else None
+        return max(found, key=lambda path: path.stat().st_mtime)
+
     def ended(self, result: Ended) -> None:
         if result.status == 0:
             used = {"seconds": result.seconds, "peak_memory_mib": result.peak_memory_mib}
+            newest = self._newest()
             try:
-                write_json(self.folder / _DONE, {**used, "epochs": len(_summary(self.folder / SUMMARY))})
+                epochs = None if newest is None else read_checkpoint(str(newest))["epoch"] + 1
+                _summary(self.folder / SUMMARY, epochs)
             except UserError as error:
                 self.failed.append(str(error))
                 return
+            write_json(self.folder / _DONE, {**used, "epochs": epochs})
             print(f"{result.step.name}: done in {result.seconds:.0f} s", flush=True)
         elif not result.is_stopping:
             self.failed.append(f"{result.step.name} ended with status {result.status}: see {result.step.output}")
@@ -357,37 +365,33 @@ def finished_runs(out: Path, names: Iterable[str], seeds: Iterable[int]) -> dict
         for seed in seeds:
             folder = run_folder(out, name, seed)
             if (folder / _DONE).is_file():
-                rows = _summary(folder / SUMMARY)
-                epochs = read_json(folder / _DONE, {"epochs": Maybe(int)}).get("epochs")  # older runs have none
-                if epochs not in (None, len(rows)):
-                    raise UserError(
-                        f"{folder / SUMMARY} is damaged: it has {len(rows)} of {epochs} epochs; remove {folder} to "
-                        "train this run again"
-                    )
-                by_seed[seed] = rows
+                epochs = read_json(folder / _DONE, {"epochs": Maybe(int)}).get("epochs")  # of older runs unknown
+                by_seed[seed] = _summary(folder / SUMMARY, epochs)
     return found
 
 
-def _summary(path: Path) -> list[dict[str, str]]:
+def _summary(path: Path, num_epochs: int | None) -> list[dict[str, str]]:
     """Return the rows of a run, one for each epoch, whose entries that reports read are checked to be numbers.
 
     Raises:
-        UserError: the file is missing or damaged.
+        UserError: the file is missing or damaged, or has not as many epochs as the run.
     """
+    remedy = f"remove {path.parent} to train this run again"
     try:
         rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
-        epochs = [int(row["epoch"]) for row in rows]
-        is_whole = bool(rows) and epochs == list(range(epochs[0], epochs[0] + len(rows)))
-        if is_whole and all(math.isfinite(float(row[name])) for row in rows for name in _REPORTED):
-            return rows
+        is_whole = bool(rows) and [int(row["epoch"]) for row in rows] == list(range(len(rows)))
+        is_whole = is_whole and all(math.isfinite(float(row[name])) for row in rows for name in _REPORTED)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
     except (KeyError, TypeError, ValueError, csv.Error):
-        pass
-    raise UserError(
-        f"{path} is damaged: each epoch needs a row with finite numbers as {' and '.join(_REPORTED)}; remove "
-        f"{path.parent} to train this run again"
-    )
+        is_whole = False
+    if not is_whole:
+        raise UserError(
+            f"{path} is damaged: each epoch needs a row with finite numbers as {' and '.join(_REPORTED)}; {remedy}"
+        )
+    if num_epochs not in (None, len(rows)):
+        raise UserError(f"{path} has {len(rows)} epochs, and the run ended with {num_epochs}: {remedy}")
+    return rows
 
 
 def _write_results(comparison: Comparison, counted: dict[str, dict[str, int]], out: Path) -> None:

@@ -270,7 +270,7 @@ def test_parts_beyond_number_are_refused_before_they_are_made(tmp_path, monkeypa
     monkeypatch.setattr("data_prep.flow.parts.MOST_PARTS", 3)
     (tmp_path / "a.txt").write_bytes(b"a" * 31)
     found = find_files([tmp_path], [".txt"])
-    with pytest.raises(UserError, match=r"a.txt has 31 bytes, which would be 4 parts.* give --part-bytes 11"):
+    with pytest.raises(UserError, match=r"a.txt has 31 bytes, which would be 4 parts.* at least 11 bytes"):
         plan_parts(found, 10)
     assert len(plan_parts(found, 11)) == 3
 

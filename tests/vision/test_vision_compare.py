@@ -75,12 +75,19 @@ def test_a_comparison_reports_every_seed_and_paired_differences(digits, tmp_path
     summary = out / "runs" / "first-s1" / "summary.csv"
     header, *rows = summary.read_text().splitlines(keepends=True)
     whole = (out / "results.json").read_bytes()
-    for left, sentence in ((rows[:1], "1 of 2 epochs"), (rows[1:], "1 of 2"), ([rows[0]] * 2, "each epoch needs a")):
+    for left, sentence in (
+        (rows[:1], "has 1 epochs, and the run ended with 2: remove"),
+        (rows[1:], "is damaged: each epoch needs a row"),
+        ([rows[0]] * 2, "is damaged: each epoch needs a row"),
+    ):
         summary.write_text("".join((header, *left)))
         assert run(write(tmp_path, digits, more="--smoothing 0.5"), out) == 1
-        said = capsys.readouterr().err
-        assert f"{summary} is damaged: " in said and sentence in said
+        assert f"{summary} {sentence}" in capsys.readouterr().err
     assert (out / "results.json").read_bytes() == whole
+    summary.write_text("".join((header, *rows[:1])))
+    (summary.parent / "done.json").unlink()
+    assert run(write(tmp_path, digits, more="--smoothing 0.5"), out) == 1
+    assert f"failed: {summary} has 1 epochs, and the run ended with 2" in capsys.readouterr().out
     assert run(write(tmp_path, digits, more="--smoothing 0.4"), out) == 1
     assert "was made with models.second = " in capsys.readouterr().err
 
