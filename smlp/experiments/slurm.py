@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from smlp.errors import UserError, last_line
@@ -19,7 +22,7 @@ from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.plan import PlannedRun, training_words
 from smlp.experiments.spec import Experiment, Resources, option_words
 from smlp.files import project_folder
-from smlp.launch.local import this_program
+from smlp.launch.local import signals_to, this_program
 
 _SECONDS = 1800.0  # time to check all runs
 
@@ -49,9 +52,7 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Pla
     options |= {"sweep": names, "unchecked": True, "logs": folder.path / "slurm" / "logs"}
     array = [f"--array=1-{len(runs)}%{resources.jobs}"] if resources.jobs is not None else []
     command = ["bash", str(scripts_folder() / "submit.sh"), *option_words(options), *array, *_threads(resources)]
-    output = _run([*command, *resources.sbatch, "--", data, str(parent)])
-    training = _job_of(output, r"^job (\d+)")
-    _note_job(folder, training)
+    training = _submitted(folder, [*command, *resources.sbatch, "--", data, str(parent)], r"^job (\d+)")
     text = f"job {training}: {len(runs)} runs, {resources.ranks} ranks each"
     if then_score:
         try:
@@ -94,11 +95,13 @@ def jobs_in_queue(folder: Folder) -> list[str]:
     path = folder.path / "slurm" / "jobs.json"
     if not path.is_file():
         return []
-    jobs = read_json(path, list)
+    jobs = _jobs(path)
+    if not jobs:
+        return []
     try:
         # %F is the number that all tasks of an array share
         command = ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"cannot ask Slurm for the jobs {', '.join(jobs)}: {error}") from None
     if done.returncode != 0 and "invalid job id" not in done.stderr.lower():  # Slurm forgets old jobs
@@ -136,16 +139,48 @@ def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None
     scripts = scripts_folder()
     command = ["sbatch", "--parsable", *options, str(scripts / "score.sbatch")]
     environment = {"SMLP_ROOT": str(scripts.parents[1])}
-    job = _job_of(_run([*command, str(folder.yaml), str(folder.path)], environment), r"^(\d+)")
-    _note_job(folder, job)
+    return _submitted(folder, [*command, str(folder.yaml), str(folder.path)], r"^(\d+)(?:;.*)?$", environment)
+
+
+def _jobs(path: Path) -> list[str]:
+    """Return the jobs of an experiment that are noted in a file."""
+    jobs = read_json(path, [str])
+    if not all(re.fullmatch(r"[0-9]{1,18}", job) for job in jobs):
+        raise UserError(f"{path} is damaged: it must be a list of numbers of jobs; remove it if none of them is left")
+    return jobs
+
+
+def _submitted(folder: Folder, command: list[str], pattern: str, environment: dict[str, str] | None = None) -> str:
+    """Submit a job and note its number, which is returned; a signal waits until it is noted."""
+    with _waiting_signals():
+        path = folder.path / "slurm" / "jobs.json"
+        jobs = _jobs(path) if path.is_file() else []
+        job = _job_of(_run(command, environment), pattern)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, [*jobs, job])
     return job
 
 
-def _note_job(folder: Folder, job: str) -> None:
-    """Add a job to those of the experiment."""
-    path = folder.path / "slurm" / "jobs.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, [*(read_json(path, list) if path.is_file() else []), job])
+@contextmanager
+def _waiting_signals() -> Iterator[None]:
+    """Let a signal take effect after the block; a second one does at once.
+
+    A job whose number is lost would train on, while the next command submits its runs again.
+    """
+    noted: list[signal.Signals] = []
+
+    def note(number: signal.Signals) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+        print(
+            f"{number.name}: waiting for sbatch, to note its job; once more stops at once", file=sys.stderr, flush=True
+        )
+
+    with signals_to(note):
+        yield
+    if noted:
+        signal.raise_signal(noted[0])
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
@@ -154,8 +189,10 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
             command,
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
             timeout=_SECONDS,
+            start_new_session=True,  # Ctrl-C reaches all processes of a terminal's job
             env={**os.environ, **(environment or {})},
         )
     except (OSError, subprocess.SubprocessError) as error:
@@ -166,7 +203,7 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
 
 
 def _job_of(output: str, pattern: str) -> str:
-    found = re.search(pattern, output, re.MULTILINE)
-    if found is None:
+    found = re.findall(pattern, output, re.MULTILINE)
+    if not found:
         raise UserError(f"Slurm took the job, but its number is not in: {output.strip()!r}")
-    return found[1]
+    return found[-1]

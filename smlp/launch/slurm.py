@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from smlp.errors import UserError
 
 # Ports below those of outgoing connections (Linux starts at 32768); their number is prime.
 _FIRST_PORT, _NUM_PORTS = 15013, 16381
 _MOST_DIGITS = 18  # Python refuses to read thousands
+_MOST_TASKS = 1 << 20  # of a job, or hosts
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ def tasks_of_step(environ: Mapping[str, str], is_interactive: bool) -> Tasks | N
             f"SLURM_STEP_NODELIST {len(tasks.hosts)} hosts: give the ranks with --distributed-init-method, "
             "--distributed-rank and --distributed-world-size"
         )
+    if tasks.rank >= announced or tasks.local_rank >= tasks.tasks_per_node[tasks.node]:
+        raise UserError(
+            f"SLURM_PROCID is {tasks.rank} and SLURM_LOCALID {tasks.local_rank}, but there are {announced} tasks, "
+            f"{tasks.tasks_per_node[tasks.node]} of them on this node"
+        )
     return tasks
 
 
@@ -124,7 +131,9 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     for host in re.findall(r"(?:[^][,]|\[[^]]*\])+", text):
         expanded = [""]
         for part in re.findall(r"\[[^]]*\]|[^][]+", host):
-            choices = list(_ranges(part[1:-1])) if part.startswith("[") else [part]
+            choices = list(islice(_ranges(part[1:-1]), _MOST_TASKS + 1)) if part.startswith("[") else [part]
+            if len(hosts) + len(expanded) * len(choices) > _MOST_TASKS:
+                raise UserError(f"the list {text[:80]!r} that Slurm gives has more than {_MOST_TASKS:,} hosts")
             expanded = [begun + choice for begun in expanded for choice in choices]
         hosts += expanded
     return tuple(hosts)
@@ -137,11 +146,16 @@ def expand_counts(text: str) -> tuple[int, ...]:
         UserError: the text is not such a list.
     """
     counts: list[int] = []
+    total = 0
     for entry in text.split(","):
         found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", entry)
         if found is None:
             raise UserError(f"cannot read the numbers of tasks by node {text!r} that Slurm gives")
-        counts += [int(found[1])] * int(found[2] or 1)
+        count, nodes = int(found[1]), int(found[2] or 1)
+        total += max(count, 1) * nodes
+        if total > _MOST_TASKS:
+            raise UserError(f"the list {text[:80]!r} that Slurm gives has more than {_MOST_TASKS:,} tasks")
+        counts += [count] * nodes
     return tuple(counts)
 
 

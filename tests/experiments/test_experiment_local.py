@@ -533,6 +533,31 @@ def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
     assert experiment.resources.at_a_time(9) == 9, "no limit where the file has none"
 
 
+def test_a_job_is_noted_whatever_sbatch_prints_and_although_a_signal_comes(planned, tmp_path, monkeypatch, capsys):
+    """Without its number the next command would submit the same runs again."""
+    experiment, _, folder = planned(CLUSTER)
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\nkill -INT $PPID\nprintf '2024: a notice\\n\\377\\n17;cluster\\nbye\\n'\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(KeyboardInterrupt):
+        slurm.submit_scores(experiment, folder)
+    assert "SIGINT: waiting for sbatch, to note its job" in capsys.readouterr().err
+    assert read_json(folder.path / "slurm" / "jobs.json", list) == ["17"]
+
+
+@pytest.mark.parametrize("content", ['["101", null]', "[101]", '["--version"]', "{}", '["1,2"]'])
+def test_damaged_numbers_of_jobs_are_not_given_to_slurm(planned, content):
+    _, _, folder = planned(CLUSTER)
+    (folder.path / "slurm").mkdir(parents=True)
+    (folder.path / "slurm" / "jobs.json").write_text(content)
+    with pytest.raises(UserError, match=r"jobs.json is damaged"):
+        slurm.jobs_in_queue(folder)
+    (folder.path / "slurm" / "jobs.json").write_text("[]")
+    assert slurm.jobs_in_queue(folder) == []
+
+
 def test_a_job_whose_scoring_job_is_refused_is_named(planned, monkeypatch):
     experiment, models, folder = planned(CLUSTER)
 

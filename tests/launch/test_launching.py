@@ -49,6 +49,18 @@ def test_numbers_of_tasks() -> None:
             expand_counts(text)
 
 
+@pytest.mark.parametrize("text", ["n[1-99999999999]", "n[1-2000][1-2000]", "a,n[1-1048576]"])
+def test_a_list_of_hosts_is_bounded(text: str) -> None:
+    with pytest.raises(UserError, match="has more than 1,048,576 hosts"):
+        expand_hosts(text)
+
+
+@pytest.mark.parametrize("text", ["2(x999999999)", "999999999", "0(x999999999)", "1(x1000000),50000"])
+def test_numbers_of_tasks_are_bounded(text: str) -> None:
+    with pytest.raises(UserError, match="has more than 1,048,576 tasks"):
+        expand_counts(text)
+
+
 def test_steps_at_the_same_time_have_different_ports() -> None:
     ports = {port_of(job, step) for job in range(100_000, 100_100) for step in range(100)}
     assert len(ports) == 10_000
@@ -98,6 +110,8 @@ def test_torchrun_comes_before_srun() -> None:
         ({**LAST_TASK, "SLURM_PROCID": "9" * 5000}, "SLURM_PROCID is '9+', not a number"),
         ({**LAST_TASK, "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}, "4 tasks, but SLURM_STEP_TASKS_PER_NODE has 6"),
         ({**LAST_TASK, "SLURM_STEP_NODELIST": "n1"}, "SLURM_STEP_NODELIST 1 hosts"),
+        ({**LAST_TASK, "SLURM_PROCID": "7"}, "SLURM_PROCID is 7 and SLURM_LOCALID 1, but there are 4 tasks, 2 of them"),
+        ({**LAST_TASK, "SLURM_LOCALID": "2"}, "SLURM_PROCID is 3 and SLURM_LOCALID 2, but there are 4 tasks, 2 of"),
     ],
 )
 def test_variables_that_contradict_each_other(variables: dict[str, str], message: str) -> None:

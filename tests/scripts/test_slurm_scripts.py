@@ -18,7 +18,7 @@ SCRIPTS = REPOSITORY / "scripts" / "slurm"
 SUBMIT, TRAIN, SWEEP = (SCRIPTS / name for name in ("submit.sh", "train.sbatch", "sweep.sbatch"))
 NOTE = '{ printf "%s\\0" "$(basename "$0")" "$@"; echo; } >> "$NOTES"\n'
 PROGRAMS = {
-    "sbatch": "echo 42",
+    "sbatch": 'echo "${SBATCH_SAYS:-42}"',
     "scontrol": 'exit "${SCONTROL_STATUS:-0}"',
     "squeue": 'echo "${JOB_STATE:-RUNNING}"',
     "smlp": 'eval "${SMLP_DOES:-}"',
@@ -113,6 +113,14 @@ def test_the_papers_batches_on_any_number_of_gpus(user, nodes, gpus, accumulate)
     assert arguments[arguments.index("--adam-betas") + 1] == "(0.9, 0.98)"
     (checked,) = noted(user, "smlp")
     assert checked == ["train", "--dry-run", "--nodes", str(nodes), "--gpus-per-node", str(gpus), *arguments]
+
+
+def test_the_number_of_the_job_among_what_sbatch_says(user) -> None:
+    given = [SUBMIT, "--nodes", 2, "--tasks-per-node", 3, "--", "data", "--arch", "smlp", "--save-dir=runs/a"]
+    done = run(user, *given, SBATCH_SAYS="2024: a notice\n43;cluster\nbye")
+    assert done.rc == 0 and done.stdout.startswith("job 43: 6 ranks on 2 nodes\n")
+    said = error(run(user, *given, SBATCH_SAYS="accepted"))
+    assert said == "sbatch took the job, but its number is not in: accepted"
 
 
 def test_arguments_of_smlp_train_on_cpus(user) -> None:
