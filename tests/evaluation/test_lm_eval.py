@@ -105,8 +105,8 @@ def forward_sum(decoder, given, scored):
     return sum(float(table[len(given) - 1 + place, token]) for place, token in enumerate(scored))
 
 
-def request(kind, *arguments, number=0):
-    return Instance(kind, {}, arguments, number, metadata=("mine", number, 1))
+def request(kind, *arguments, number=0, repeats=1):
+    return Instance(kind, {}, arguments, number, metadata=("mine", number, repeats))
 
 
 def test_scores_of_single_requests(harness):
@@ -246,16 +246,29 @@ SAMPLED = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 3.0
 def test_repeats_differ_and_follow_the_seed(harness):
     """The k-th answer to a request is the k-th text that is drawn for its prompt; greedy ones are all the same."""
     lm = harness.lm
-    first, second = request("generate_until", "w1 w2", SAMPLED), request("generate_until", "w5", SAMPLED, number=1)
+    first = request("generate_until", "w1 w2", SAMPLED, repeats=4)
+    second = request("generate_until", "w5", SAMPLED, number=1, repeats=4)
     found = harness.generate_until([*[first] * 4, *[second] * 4], disable_tqdm=True)
     drawn = {"max_tokens": 8, "temperature": 3.0, "num_return": 4}
     assert found == [*lm.generate("w1 w2", **drawn), *lm.generate("w5", **drawn)] and len(set(found[:4])) == 4
     assert harness.generate_until([*[first] * 4, *[second] * 4], disable_tqdm=True) == found
     assert harness.generate_until([first], disable_tqdm=True) == found[:1]
-    seeded = request("generate_until", "w1 w2", {**SAMPLED, "seed": 7})
+    seeded = request("generate_until", "w1 w2", {**SAMPLED, "seed": 7}, repeats=4)
     assert harness.generate_until([seeded] * 4, disable_tqdm=True) == lm.generate("w1 w2", **drawn, seed=7) != found[:4]
-    greedy = request("generate_until", "w1", {"until": [], "max_gen_toks": 5})
+    greedy = request("generate_until", "w1", {"until": [], "max_gen_toks": 5}, repeats=3)
     assert harness.generate_until([greedy] * 3, disable_tqdm=True) == [lm.generate("w1", 5, greedy=True)] * 3
+
+
+def test_copies_that_pad_a_rank_are_no_answers(harness):
+    """With several ranks, the harness repeats the last request until all have equally many, and notes every answer."""
+    asked = request("generate_until", "w1 w2", SAMPLED, repeats=3)
+    padded = [asked] * 3 * 4
+    found = harness.generate_until(padded, disable_tqdm=True)
+    assert found[:3] == harness.lm.generate("w1 w2", max_tokens=8, temperature=3.0, num_return=3)
+    for text, to in zip(found, padded, strict=True):
+        to.resps.append(text)
+    harness.barrier()
+    assert asked.resps == found[:3]
 
 
 def test_settings_of_generation_are_what_tasks_ask_for(harness):

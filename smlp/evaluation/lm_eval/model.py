@@ -130,6 +130,7 @@ class HarnessModel(LM):
         self._encoding = self.lm.encoding(newline, fill_prefix)
         self._device = self.lm.decoder.embedding.weight.device
         self._rank, self._world_size = team.rank, team.size
+        self._requests: list[Instance] = []
 
     @property
     def eot_token_id(self) -> int:
@@ -257,19 +258,22 @@ class HarnessModel(LM):
         """Return the text that the model writes after each context, up to a stop string; contexts that leave no room
         are cut on the left, and counted.
 
-        A request that occurs several times (``repeats`` of a task) gets new random numbers each time: those with
-        which :meth:`smlp.inference.language_model.LanguageModel.continuations` writes as many texts (``num_return``).
+        A request occurs as often as its task ``repeats`` it, and gets new random numbers each time: those with which
+        :meth:`smlp.inference.language_model.LanguageModel.continuations` writes as many texts (``num_return``). Further
+        copies, with which the harness makes all ranks' requests equally many, are no answers (:meth:`barrier`).
 
         Raises:
             UserError: a task's generation_kwargs ask for something unsupported; raised before anything is written.
         """
+        self._requests = requests
         results = [""] * len(requests)
         repeats: dict[int, list[int]] = {}
         for number, request in enumerate(requests):
             repeats.setdefault(id(request), []).append(number)
         alike: dict[tuple[str, int], list[list[int]]] = {}
         for numbers in repeats.values():
-            alike.setdefault((repr(requests[numbers[0]].args[1]), len(numbers)), []).append(numbers)
+            first = requests[numbers[0]]
+            alike.setdefault((repr(first.args[1]), first.repeats or len(numbers)), []).append(numbers)
         orders = []
         for (_, count), members in alike.items():
             first = requests[members[0][0]]
@@ -348,7 +352,9 @@ class HarnessModel(LM):
         return found if self.rank == dst else None
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks; the harness does so when it has noted answers, of which those to padding are dropped."""
+        for request in self._requests:
+            del request.resps[request.repeats or len(request.resps) :]
         self.team.gather(None)
 
 
