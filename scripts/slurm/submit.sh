@@ -171,7 +171,7 @@ if [ -n "$DRY_RUN" ]; then
 fi
 command -v sbatch >/dev/null || fail "there is no command sbatch here: submit from a login node of the cluster"
 answer="$(sbatch --parsable "${SBATCH_OPTIONS[@]}" "${JOB_COMMAND[@]}")" || exit 1
-id="$(sed -nE 's/^([0-9]+)(;.*)?$/\1/p' <<<"$answer" | tail -n 1)" # a site's sbatch may print notices
+id="$(sed -nE 's/^([0-9]+)(;.*)?[[:space:]]*$/\1/p' <<<"$answer" | tail -n 1)" # a site's sbatch may print notices
 [ -n "$id" ] || fail "sbatch took the job, but its number is not in: $answer"
 suffix="${SWEEP:+_N}"
 echo "job $id: $RANKS ranks on $NODES nodes${SWEEP:+ for each run}"

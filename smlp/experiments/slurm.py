@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -139,7 +140,7 @@ def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None
     scripts = scripts_folder()
     command = ["sbatch", "--parsable", *options, str(scripts / "score.sbatch")]
     environment = {"SMLP_ROOT": str(scripts.parents[1])}
-    return _submitted(folder, [*command, str(folder.yaml), str(folder.path)], r"^(\d+)(?:;.*)?$", environment)
+    return _submitted(folder, [*command, str(folder.yaml), str(folder.path)], r"^(\d+)(?:;.*)?\s*$", environment)
 
 
 def _jobs(path: Path) -> list[str]:
@@ -177,10 +178,15 @@ def _waiting_signals() -> Iterator[None]:
             f"{number.name}: waiting for sbatch, to note its job; once more stops at once", file=sys.stderr, flush=True
         )
 
-    with signals_to(note):
+    if threading.current_thread() is not threading.main_thread():  # which gets all signals
         yield
-    if noted:
-        signal.raise_signal(noted[0])
+        return
+    try:
+        with signals_to(note):
+            yield
+    finally:
+        if noted:
+            signal.raise_signal(noted[0])
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> str:

@@ -77,17 +77,17 @@ def tasks_of_step(environ: Mapping[str, str], is_interactive: bool) -> Tasks | N
     )
     announced = _number(environ, "SLURM_STEP_NUM_TASKS")
     consistent = announced == tasks.world_size and tasks.node < len(tasks.hosts) == len(tasks.tasks_per_node)
+    # for example a heterogeneous step, whose components are counted separately
+    remedy = "give the ranks with --distributed-init-method, --distributed-rank and --distributed-world-size"
     if not consistent:
-        # for example a heterogeneous step, whose components are counted separately
         raise UserError(
             f"Slurm announces {announced} tasks, but SLURM_STEP_TASKS_PER_NODE has {tasks.world_size} and "
-            f"SLURM_STEP_NODELIST {len(tasks.hosts)} hosts: give the ranks with --distributed-init-method, "
-            "--distributed-rank and --distributed-world-size"
+            f"SLURM_STEP_NODELIST {len(tasks.hosts)} hosts: {remedy}"
         )
     if tasks.rank >= announced or tasks.local_rank >= tasks.tasks_per_node[tasks.node]:
         raise UserError(
             f"SLURM_PROCID is {tasks.rank} and SLURM_LOCALID {tasks.local_rank}, but there are {announced} tasks, "
-            f"{tasks.tasks_per_node[tasks.node]} of them on this node"
+            f"{tasks.tasks_per_node[tasks.node]} of them on this node: {remedy}"
         )
     return tasks
 

@@ -220,12 +220,13 @@ class _RunChain(Chain):
             used = {"seconds": result.seconds, "peak_memory_mib": result.peak_memory_mib}
             newest = self._newest()
             try:
-                epochs = None if newest is None else read_checkpoint(str(newest))["epoch"] + 1
+                last = None if newest is None else read_checkpoint(str(newest)).get("epoch")
+                epochs = last + 1 if isinstance(last, int) else None
                 _summary(self.folder / SUMMARY, epochs)
+                write_json(self.folder / _DONE, {**used, "epochs": epochs})
             except UserError as error:
                 self.failed.append(str(error))
                 return
-            write_json(self.folder / _DONE, {**used, "epochs": epochs})
             print(f"{result.step.name}: done in {result.seconds:.0f} s", flush=True)
         elif not result.is_stopping:
             self.failed.append(f"{result.step.name} ended with status {result.status}: see {result.step.output}")
@@ -381,8 +382,10 @@ def _summary(path: Path, num_epochs: int | None) -> list[dict[str, str]]:
         rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
         is_whole = bool(rows) and [int(row["epoch"]) for row in rows] == list(range(len(rows)))
         is_whole = is_whole and all(math.isfinite(float(row[name])) for row in rows for name in _REPORTED)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: {remedy}") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (KeyError, TypeError, ValueError, csv.Error):
         is_whole = False
     if not is_whole:

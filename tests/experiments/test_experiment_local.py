@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -538,13 +539,19 @@ def test_a_job_is_noted_whatever_sbatch_prints_and_although_a_signal_comes(plann
     experiment, _, folder = planned(CLUSTER)
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
-    sbatch.write_text("#!/bin/sh\nkill -INT $PPID\nprintf '2024: a notice\\n\\377\\n17;cluster\\nbye\\n'\n")
+    sbatch.write_text("#!/bin/sh\nkill -INT $PPID\nprintf '2024: a notice\\n\\377\\n17;cluster \\nbye\\n'\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}")
     with pytest.raises(KeyboardInterrupt):
         slurm.submit_scores(experiment, folder)
     assert "SIGINT: waiting for sbatch, to note its job" in capsys.readouterr().err
     assert read_json(folder.path / "slurm" / "jobs.json", list) == ["17"]
+    sbatch.write_text("#!/bin/sh\nkill -INT $PPID\necho no such partition >&2\nexit 1\n")
+    with pytest.raises(KeyboardInterrupt):
+        slurm.submit_scores(experiment, folder)
+    sbatch.write_text("#!/bin/sh\necho 18\n")
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(slurm.submit_scores, experiment, folder).result() == "18"
 
 
 @pytest.mark.parametrize("content", ['["101", null]', "[101]", '["--version"]', "{}", '["1,2"]'])

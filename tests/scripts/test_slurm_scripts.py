@@ -117,7 +117,7 @@ def test_the_papers_batches_on_any_number_of_gpus(user, nodes, gpus, accumulate)
 
 def test_the_number_of_the_job_among_what_sbatch_says(user) -> None:
     given = [SUBMIT, "--nodes", 2, "--tasks-per-node", 3, "--", "data", "--arch", "smlp", "--save-dir=runs/a"]
-    done = run(user, *given, SBATCH_SAYS="2024: a notice\n43;cluster\nbye")
+    done = run(user, *given, SBATCH_SAYS="2024: a notice\n43;cluster \nbye")
     assert done.rc == 0 and done.stdout.startswith("job 43: 6 ranks on 2 nodes\n")
     said = error(run(user, *given, SBATCH_SAYS="accepted"))
     assert said == "sbatch took the job, but its number is not in: accepted"
