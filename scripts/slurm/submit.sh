@@ -171,8 +171,9 @@ if [ -n "$DRY_RUN" ]; then
 fi
 command -v sbatch >/dev/null || fail "there is no command sbatch here: submit from a login node of the cluster"
 answer="$(sbatch --parsable "${SBATCH_OPTIONS[@]}" "${JOB_COMMAND[@]}")" || exit 1
-id="$(sed -nE 's/^([0-9]+)(;.*)?[[:space:]]*$/\1/p' <<<"$answer" | tail -n 1)" # a site's sbatch may print notices
-[ -n "$id" ] || fail "sbatch took the job, but its number is not in: $answer"
+# a site's sbatch may print notices, or leave out --parsable
+id="$(sed -nE 's/^(Submitted batch job )?([0-9]+)(;.*)?[[:space:]]*$/\2/p' <<<"$answer" | tail -n 1)"
+[ -n "$id" ] || fail "sbatch took the job, but its number is not in: ${answer//$'\n'/ }"
 suffix="${SWEEP:+_N}"
 echo "job $id: $RANKS ranks on $NODES nodes${SWEEP:+ for each run}"
 echo "  log of the training   $LOGS/$id$suffix/rank-0.log"

@@ -26,6 +26,7 @@ from smlp.files import project_folder
 from smlp.launch.local import signals_to, this_program
 
 _SECONDS = 1800.0  # time to check all runs
+_LOST = "sbatch took the job, but its number is not in:"  # as submit.sh says it
 
 
 def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[PlannedRun], then_score: bool) -> str:
@@ -53,7 +54,7 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Pla
     options |= {"sweep": names, "unchecked": True, "logs": folder.path / "slurm" / "logs"}
     array = [f"--array=1-{len(runs)}%{resources.jobs}"] if resources.jobs is not None else []
     command = ["bash", str(scripts_folder() / "submit.sh"), *option_words(options), *array, *_threads(resources)]
-    training = _submitted(folder, [*command, *resources.sbatch, "--", data, str(parent)], r"^job (\d+)")
+    training = _submitted(folder, [*command, *resources.sbatch, "--", data, str(parent)], r"^job (\d{1,18}):")
     text = f"job {training}: {len(runs)} runs, {resources.ranks} ranks each"
     if then_score:
         try:
@@ -140,7 +141,8 @@ def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None
     scripts = scripts_folder()
     command = ["sbatch", "--parsable", *options, str(scripts / "score.sbatch")]
     environment = {"SMLP_ROOT": str(scripts.parents[1])}
-    return _submitted(folder, [*command, str(folder.yaml), str(folder.path)], r"^(\d+)(?:;.*)?\s*$", environment)
+    number = r"^(?:Submitted batch job )?(\d{1,18})(?:;.*)?\s*$"
+    return _submitted(folder, [*command, str(folder.yaml), str(folder.path)], number, environment)
 
 
 def _jobs(path: Path) -> list[str]:
@@ -174,9 +176,8 @@ def _waiting_signals() -> Iterator[None]:
         if noted:
             raise KeyboardInterrupt
         noted.append(number)
-        print(
-            f"{number.name}: waiting for sbatch, to note its job; once more stops at once", file=sys.stderr, flush=True
-        )
+        waits = "waiting for sbatch, to note its job; once more stops at once, and may lose it"
+        print(f"{number.name}: {waits}", file=sys.stderr, flush=True)
 
     if threading.current_thread() is not threading.main_thread():  # which gets all signals
         yield
@@ -204,12 +205,13 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"cannot submit: {error}") from None
     if done.returncode != 0:
-        raise UserError(f"cannot submit: {last_line(done.stderr or done.stdout).removeprefix('smlp: error: ')}")
+        said = last_line(done.stderr or done.stdout).removeprefix("smlp: error: ")
+        raise UserError(said if said.startswith(_LOST) else f"cannot submit: {said}")
     return done.stdout
 
 
 def _job_of(output: str, pattern: str) -> str:
     found = re.findall(pattern, output, re.MULTILINE)
     if not found:
-        raise UserError(f"Slurm took the job, but its number is not in: {output.strip()!r}")
+        raise UserError(f"{_LOST} {output.strip()!r}")
     return found[-1]

@@ -216,7 +216,7 @@ def _save_what_positions_depend_on() -> None:
         seed = state.get("seed", self.seed)
         if own["iterations_in_epoch"] and seed != self.seed and self.shard_id == 0:
             logger.warning(
-                f"the checkpoint was written in an epoch in the order of --seed {seed}, and this run has {self.seed}: "
+                f"the checkpoint was written in an epoch in the order of seed {seed}, and this run has {self.seed}: "
                 "some texts are seen twice in this epoch, or not at all; --reset-dataloader begins with the first epoch"
             )
 

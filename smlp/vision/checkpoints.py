@@ -108,8 +108,12 @@ def _check_patches(model: nn.Module, args: Namespace) -> None:
         )
 
 
-def read_checkpoint(path: str) -> dict[str, Any]:
+def read_checkpoint(path: str, is_mapped: bool = False) -> dict[str, Any]:
     """Read a checkpoint of timm or a bare state dict; no code from the file is run.
+
+    Args:
+        path: of the file.
+        is_mapped: leave the tensors of an archive in the file.
 
     Returns:
         ``state_dict``, and what else a training checkpoint holds: ``args``, ``epoch``, ``optimizer``,
@@ -127,7 +131,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         if is_safetensors(file):
             return {"state_dict": read_safetensors(str(file))}
         with safe_classes_kept(), torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
     except Exception as error:  # damaged pickles raise whatever their bytes lead to
         reason = str(error).partition("\n")[0].partition("Weights only load failed")[0]  # and advice that is not safe
         reason = reason and f": {reason}"

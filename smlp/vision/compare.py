@@ -199,8 +199,10 @@ class _RunChain(Chain):
         if self.started:
             return None
         self.started = True
+        found = checkpoints_in(self.folder)
         words = [*this_program(), "vision", "train", *self.words]
-        if newest := self._newest():
+        if found:  # timm removes the last one before it puts another in its place
+            newest = found[0] if found[0].name == LAST else max(found, key=lambda path: path.stat().st_mtime)
             words = [*without_options(words, "--initial-checkpoint"), "--resume", str(newest)]
             words = [word for word in words if word != "--change-resolution"]
         else:  # it ended while the first one was written, after its row of the summary
@@ -208,19 +210,12 @@ class _RunChain(Chain):
         threads = {"OMP_NUM_THREADS": str(self.threads)}
         return Step(self.folder.name, words, self.folder.parent / f"{self.folder.name}.log", threads)
 
-    def _newest(self) -> Path | None:
-        """Return the last checkpoint; timm removes it before it puts another in its place."""
-        found = checkpoints_in(self.folder)
-        if not found or found[0].name == LAST:
-            return found[0] if found else None
-        return max(found, key=lambda path: path.stat().st_mtime)
-
     def ended(self, result: Ended) -> None:
         if result.status == 0:
             used = {"seconds": result.seconds, "peak_memory_mib": result.peak_memory_mib}
-            newest = self._newest()
+            checkpoint = self.folder / LAST
             try:
-                last = None if newest is None else read_checkpoint(str(newest)).get("epoch")
+                last = read_checkpoint(str(checkpoint), is_mapped=True).get("epoch") if checkpoint.exists() else None
                 epochs = last + 1 if isinstance(last, int) else None
                 _summary(self.folder / SUMMARY, epochs)
                 write_json(self.folder / _DONE, {**used, "epochs": epochs})
@@ -375,12 +370,13 @@ def _summary(path: Path, num_epochs: int | None) -> list[dict[str, str]]:
     """Return the rows of a run, one for each epoch, whose entries that reports read are checked to be numbers.
 
     Raises:
-        UserError: the file is missing or damaged, or has not as many epochs as the run.
+        UserError: the file is missing or damaged, or ends before or after the run.
     """
     remedy = f"remove {path.parent} to train this run again"
     try:
         rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
-        is_whole = bool(rows) and [int(row["epoch"]) for row in rows] == list(range(len(rows)))
+        epochs = [int(row["epoch"]) for row in rows]
+        is_whole = bool(rows) and epochs == list(range(epochs[0], epochs[0] + len(rows)))
         is_whole = is_whole and all(math.isfinite(float(row[name])) for row in rows for name in _REPORTED)
     except FileNotFoundError:
         raise UserError(f"{path} is missing: {remedy}") from None
@@ -392,8 +388,8 @@ def _summary(path: Path, num_epochs: int | None) -> list[dict[str, str]]:
         raise UserError(
             f"{path} is damaged: each epoch needs a row with finite numbers as {' and '.join(_REPORTED)}; {remedy}"
         )
-    if num_epochs not in (None, len(rows)):
-        raise UserError(f"{path} has {len(rows)} epochs, and the run ended with {num_epochs}: {remedy}")
+    if num_epochs not in (None, epochs[-1] + 1):
+        raise UserError(f"{path} ends with epoch {epochs[-1]}, and the run had {num_epochs} epochs: {remedy}")
     return rows
 
 

@@ -571,7 +571,7 @@ def test_a_job_whose_scoring_job_is_refused_is_named(planned, monkeypatch):
     def run(command, environment=None):
         if command[0] == "sbatch":
             raise UserError("cannot submit: too many jobs")
-        return "job 41"
+        return "job 41: 2 ranks"
 
     monkeypatch.setattr(slurm, "_run", run)
     with pytest.raises(UserError, match=r"job 41 trains the runs; the job that scores them is missing: .* too many"):
@@ -582,7 +582,9 @@ def test_jobs_of_a_cluster_have_cores_for_their_threads(planned, monkeypatch):
     own = "gpus_per_node: 2, threads: 3, sbatch: [--cpus-per-task=4]"
     experiment, models, folder = planned(CLUSTER.replace("gpus_per_node: 2", own))
     commands = []
-    monkeypatch.setattr(slurm, "_run", lambda command, environment=None: commands.append(command) or "12\njob 12")
+    monkeypatch.setattr(
+        slurm, "_run", lambda command, environment=None: commands.append(command) or "12\njob 12: 2 ranks"
+    )
     slurm.submit(experiment, folder, "data-bin", tuning_runs(experiment, models), then_score=True)
     given = [[word for word in command if "cpus" in word] for command in commands]
     assert given == [["--cpus-per-task=3", "--cpus-per-task=4"]] * 2, "the last one counts"

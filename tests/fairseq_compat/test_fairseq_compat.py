@@ -293,7 +293,7 @@ def test_a_position_among_other_batches_is_warned_of(applied, caplog) -> None:
     assert "written in an epoch of 12 batches, and one of this run has 6: some texts are seen twice" in caplog.text
     caplog.clear()
     begun(2, seed=3).load_state_dict(state)
-    assert "in the order of --seed 1, and this run has 3: some texts are seen twice" in caplog.text
+    assert "in the order of seed 1, and this run has 3: some texts are seen twice" in caplog.text
     assert "epoch of" not in caplog.text
 
 

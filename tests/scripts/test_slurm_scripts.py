@@ -119,8 +119,9 @@ def test_the_number_of_the_job_among_what_sbatch_says(user) -> None:
     given = [SUBMIT, "--nodes", 2, "--tasks-per-node", 3, "--", "data", "--arch", "smlp", "--save-dir=runs/a"]
     done = run(user, *given, SBATCH_SAYS="2024: a notice\n43;cluster \nbye")
     assert done.rc == 0 and done.stdout.startswith("job 43: 6 ranks on 2 nodes\n")
-    said = error(run(user, *given, SBATCH_SAYS="accepted"))
-    assert said == "sbatch took the job, but its number is not in: accepted"
+    assert run(user, *given, SBATCH_SAYS="Submitted batch job 44").stdout.startswith("job 44: ")
+    said = error(run(user, *given, SBATCH_SAYS="accepted\nbye"))
+    assert said == "sbatch took the job, but its number is not in: accepted bye"
 
 
 def test_arguments_of_smlp_train_on_cpus(user) -> None:

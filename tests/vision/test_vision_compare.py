@@ -76,8 +76,8 @@ def test_a_comparison_reports_every_seed_and_paired_differences(digits, tmp_path
     header, *rows = summary.read_text().splitlines(keepends=True)
     whole = (out / "results.json").read_bytes()
     for left, sentence in (
-        (rows[:1], "has 1 epochs, and the run ended with 2: remove"),
-        (rows[1:], "is damaged: each epoch needs a row"),
+        (rows[:1], "ends with epoch 0, and the run had 2 epochs: remove"),
+        ([rows[1], rows[0]], "is damaged: each epoch needs a row"),
         ([rows[0]] * 2, "is damaged: each epoch needs a row"),
     ):
         summary.write_text("".join((header, *left)))
@@ -87,7 +87,7 @@ def test_a_comparison_reports_every_seed_and_paired_differences(digits, tmp_path
     summary.write_text("".join((header, *rows[:1])))
     (summary.parent / "done.json").unlink()
     assert run(write(tmp_path, digits, more="--smoothing 0.5"), out) == 1
-    assert f"failed: {summary} has 1 epochs, and the run ended with 2" in capsys.readouterr().out
+    assert f"failed: {summary} ends with epoch 0, and the run had 2 epochs" in capsys.readouterr().out
     assert run(write(tmp_path, digits, more="--smoothing 0.4"), out) == 1
     assert "was made with models.second = " in capsys.readouterr().err
 
