@@ -26,6 +26,7 @@ from smlp.files import project_folder
 from smlp.launch.local import signals_to, this_program
 
 _SECONDS = 1800.0  # time to check all runs
+_JOBS = Path("slurm", "jobs.json")  # in an experiment's folder
 _LOST = "sbatch took the job, but its number is not in:"  # as submit.sh says it
 
 
@@ -94,10 +95,7 @@ def jobs_in_queue(folder: Folder) -> list[str]:
     Raises:
         UserError: Slurm cannot be asked.
     """
-    path = folder.path / "slurm" / "jobs.json"
-    if not path.is_file():
-        return []
-    jobs = _jobs(path)
+    jobs = _jobs(folder.path / _JOBS)
     if not jobs:
         return []
     try:
@@ -146,8 +144,8 @@ def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None
 
 
 def _jobs(path: Path) -> list[str]:
-    """Return the jobs of an experiment that are noted in a file."""
-    jobs = read_json(path, [str])
+    """Return the jobs of an experiment that are noted in a file; none if it is not there."""
+    jobs = read_json(path, [str]) if path.is_file() else []
     if not all(re.fullmatch(r"[0-9]{1,18}", job) for job in jobs):
         raise UserError(f"{path} is damaged: it must be a list of numbers of jobs; remove it if none of them is left")
     return jobs
@@ -156,8 +154,8 @@ def _jobs(path: Path) -> list[str]:
 def _submitted(folder: Folder, command: list[str], pattern: str, environment: dict[str, str] | None = None) -> str:
     """Submit a job and note its number, which is returned; a signal waits until it is noted."""
     with _waiting_signals():
-        path = folder.path / "slurm" / "jobs.json"
-        jobs = _jobs(path) if path.is_file() else []
+        path = folder.path / _JOBS
+        jobs = _jobs(path)
         job = _job_of(_run(command, environment), pattern)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, [*jobs, job])
