@@ -7,6 +7,7 @@ import os
 import random
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -168,6 +169,14 @@ def own_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in sys.modules.keys() - modules.keys():
         if name.startswith("smlp_plugin_"):
             del sys.modules[name]
+
+
+@pytest.fixture
+def sigint_is_heard() -> Iterator[None]:
+    """SIGINT raises ``KeyboardInterrupt``; a shell ignores it for what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

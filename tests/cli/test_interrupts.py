@@ -13,13 +13,7 @@ from smlp.cli.doctor import Check
 from smlp.cli.interrupts import interrupted_after_imports
 from smlp.cli.main import main
 
-
-@pytest.fixture(autouse=True)
-def heard():
-    """Hear SIGINT, which a shell ignores for what it starts in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("sigint_is_heard")
 
 
 @pytest.fixture

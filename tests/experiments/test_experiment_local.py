@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -535,15 +534,7 @@ def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
     assert experiment.resources.at_a_time(9) == 9, "no limit where the file has none"
 
 
-@pytest.fixture
-def interruptible():
-    """SIGINT raises KeyboardInterrupt, also where the tests run in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
+@pytest.mark.usefixtures("sigint_is_heard")
 def test_a_job_is_noted_whatever_sbatch_prints_and_although_a_signal_comes(planned, tmp_path, monkeypatch, capsys):
     """Without its number the next command would submit the same runs again."""
     experiment, _, folder = planned(CLUSTER)
