@@ -145,6 +145,7 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", PLATEAU, "best"), lambda value: _is_number(value), "not a number"),
     (("extra_state", PLATEAU, "num_runs"), *_whole(0)),
     (("extra_state", PLATEAU, "num_bad_epochs"), *_whole(0)),
+    (("extra_state", PLATEAU, "annealed_from"), lambda value: _is_number(value), "not a number"),
 )
 
 

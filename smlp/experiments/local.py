@@ -127,7 +127,8 @@ class TrainingChain(Chain):
             changes["state"] = STOPPED
         self.folder.update_state(**changes)
         if "state" not in changes and (result.status != 0 or changes.get("trained") is False):
-            last = last_line(self.folder.output.read_text(errors="replace"))
+            output = self.folder.output
+            last = last_line(output.read_text(errors="replace")) if output.is_file() else f"{output} has been removed"
             self.fail(result.step.name, f"failed with status {result.status}: {last}")
 
     def missing(self) -> str | None:

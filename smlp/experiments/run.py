@@ -102,12 +102,15 @@ def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedM
     described = describe(data, experiment.evaluation.subsets)
     folder.check_data(described)
     check_runs(experiment, models, folder)  # before anything about the experiment is written
+    is_own = folder.yaml.exists() and folder.yaml.samefile(experiment.path)
+    if folder.yaml.exists() and (experiment.is_quick if is_own else not folder.experiment.is_file()):
+        raise UserError(f"{folder.yaml} is yours and would be replaced: give another --out")
     folder.settle({**as_json(experiment, models), "data_sha256": described["splits"]["train"]["sha256"]})
     write_json(folder.data, described)
     if experiment.is_quick:
         settings = yaml.safe_dump(settings_of(experiment.path, is_quick=True), sort_keys=False, allow_unicode=True)
         write_whole(folder.yaml, lambda file: file.write(settings.encode()))
-    elif not folder.yaml.exists() or not folder.yaml.samefile(experiment.path):
+    elif not is_own:
         copy_whole(experiment.path, folder.yaml)
     print_models(experiment, models)
     return data, models

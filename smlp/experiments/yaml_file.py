@@ -76,7 +76,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise UserError(f"{path} is nested too deep") from None
-    except (ValueError, OverflowError) as error:  # an impossible date or number
+    except (ValueError, OverflowError, LookupError, AttributeError) as error:  # an impossible date or number
         raise UserError(f"{path}: a value cannot be read: {error}") from None
     try:
         num_values = _num_values(content, {})

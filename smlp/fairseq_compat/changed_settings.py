@@ -62,7 +62,8 @@ def changed_settings(then: ModelConfig, now: ModelConfig) -> str | None:
 def constants(optimizer: Any) -> dict[str, Any]:
     """Return the numbers of an optimizer that its schedule leaves alone, by name: betas, weight decay, ..."""
     group = optimizer.param_groups[0]
-    numbers = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+    rates = ("lr", "initial_lr", "lr_old")  # the last one is NAG's rate of the update before
+    numbers = {name: value for name, value in group.items() if name not in ("params", *rates)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()}
 
 

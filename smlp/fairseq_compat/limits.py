@@ -215,6 +215,8 @@ def check_numbers(values: Mapping[str, Any]) -> None:
     """
     for name, limit in LIMITS.items():
         given = values.get(name)
+        if given is not None and not isinstance(given, (numbers.Real, str)) and len(given) == 0:
+            raise UserError(f"--{name.replace('_', '-')} needs at least one number, got {given}")
         for value in given if isinstance(given, (list, tuple)) else [given]:
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if is_number and not limit.lowest <= value <= limit.highest:

@@ -140,6 +140,12 @@ def _check_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
     suffix = cfg.checkpoint.checkpoint_suffix
     if "/" in suffix or "\0" in suffix:
         raise UserError(f"--checkpoint-suffix {suffix!r} is a part of the names of checkpoints, and holds no /")
+    if sign := next((sign for sign in suffix if sign in r"\^$*+?{}[]|()"), None):  # it is in fairseq's pattern as it is
+        raise UserError(f"--checkpoint-suffix {suffix!r} holds {sign}, with which fairseq finds no old checkpoints")
+    if cfg.checkpoint.write_checkpoints_asynchronously:
+        raise UserError(
+            "--write-checkpoints-asynchronously writes damaged checkpoints, from memory that is freed: leave it out"
+        )
     if distributed.cpu_offload and distributed.ddp_backend != "fully_sharded":
         raise UserError(f"--cpu-offload needs --ddp-backend fully_sharded, got {distributed.ddp_backend}")
     if distributed.ddp_backend == "fully_sharded" and num_ranks == 1:

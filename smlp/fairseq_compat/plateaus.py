@@ -1,7 +1,8 @@
-"""What fairseq forgets of validations without an improvement when a run resumes.
+"""What fairseq forgets of validations without an improvement, and of annealed rates, when a run resumes.
 
 ``--patience`` counts them in the process alone. ``--lr-scheduler reduce_lr_on_plateau`` does not save its count either,
-and changes the rate at an epoch's end only after that epoch's checkpoint is written.
+and changes the rate at an epoch's end only after that epoch's checkpoint is written. With ``--force-anneal``,
+``polynomial_decay`` starts each epoch from the rate that the one before ended with, which is in no checkpoint.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from smlp.checkpoint.content import PLATEAU
 
 
 def plateau_of(trainer: Any) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the validations so far."""
+    """Return what a checkpoint keeps of the validations so far, and of the rate."""
     found: dict[str, Any] = {"of": _measured(trainer.cfg)}
     if trainer.cfg.checkpoint.patience > 0 and hasattr(stopping := _stopping(), "best"):
         found |= {"best": float(stopping.best), "num_runs": stopping.num_runs}
     if (schedule := _schedule(trainer)) is not None:
         found["num_bad_epochs"] = schedule.num_bad_epochs
+    if (annealing := _annealing(trainer)) is not None:
+        found["annealed_from"] = float(annealing.lr)
     return found
 
 
@@ -30,7 +33,7 @@ def restore_plateau(
     resets_schedule: bool,
     overrides: Mapping[str, Any] | None,
 ) -> None:
-    """Resume from what :func:`plateau_of` found, if the metric and the name of the first split are the same.
+    """Resume from what :func:`plateau_of` found; counts, if the metric and the name of the first split are the same.
 
     Args:
         trainer: that has loaded a checkpoint.
@@ -40,6 +43,8 @@ def restore_plateau(
         overrides: what replaces values of the optimizer. A rate among them stays as it is.
     """
     found = state.get(PLATEAU) or {}
+    if "annealed_from" in found and not resets_schedule:
+        _anneal_on(trainer, found["annealed_from"], state["train_iterator"])
     if found.get("of") != _measured(trainer.cfg):
         return
     stopping = _stopping()
@@ -73,6 +78,27 @@ def _stopping() -> Any:
     """Return the function that has ``--patience``'s count as attributes, of the module that runs the training."""
     modules = map(sys.modules.get, ("__main__", "fairseq_cli.train"))
     return next((module.should_stop_early for module in modules if hasattr(module, "should_stop_early")), None)
+
+
+def _anneal_on(trainer: Any, rate: float, batches: Mapping[str, Any]) -> None:
+    """Go on from the rate with which the checkpoint's epoch began; fairseq begins an epoch anew when it resumes."""
+    annealing = _annealing(trainer)
+    if annealing is None or batches["epoch"] < annealing.cfg.force_anneal:
+        return
+    annealing.lr = rate
+    trainer.lr_step_update()
+    if batches["iterations_in_epoch"]:
+        next_rate = annealing.get_next_lr
+        annealing.get_next_lr = lambda epoch: rate if epoch == batches["epoch"] else next_rate(epoch)
+
+
+def _annealing(trainer: Any) -> Any:
+    """Return fairseq's schedule, if it starts each epoch from the rate of the one before."""
+    from fairseq.optim.lr_scheduler.polynomial_decay_schedule import PolynomialDecayLRSchedule
+
+    schedule = trainer.lr_scheduler
+    anneals = isinstance(schedule, PolynomialDecayLRSchedule) and schedule.cfg.force_anneal is not None
+    return schedule if anneals else None
 
 
 def _schedule(trainer: Any) -> Any:

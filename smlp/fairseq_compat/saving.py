@@ -39,7 +39,7 @@ def apply() -> None:
     @replacing(checkpoint_utils, "torch_persistent_save")
     def torch_persistent_save(save: Any, obj: Any, filename: str, async_write: bool = False) -> None:
         obj = without_numpy(obj)
-        if async_write or not PathManager.supports_rename(filename):
+        if not PathManager.supports_rename(filename):
             save(obj, filename, async_write)
         else:
             save_whole(obj, filename)
@@ -90,9 +90,9 @@ def own_save_dir(cfg: Any, main: Callable[..., Any]) -> Iterator[None]:
     Raises:
         UserError: another run trains there, or the folder cannot be written to.
     """
-    save_dir = cfg.checkpoint.save_dir
+    save_dir = os.path.abspath(cfg.checkpoint.save_dir)  # hydra changes the working folder from job to job
     is_writer = _is_training(main) and not cfg.checkpoint.no_save and not cfg.distributed_training.distributed_rank
-    if not is_writer or "://" in save_dir or save_dir in _own:
+    if not is_writer or "://" in cfg.checkpoint.save_dir or save_dir in _own:
         yield
         return
     with locked(save_dir, "run", "--save-dir", ": give another one, or wait for that run to end"):

@@ -207,7 +207,7 @@ def check_profiling(cfg: Any) -> None:
 
 
 def _check_log_file(cfg: Any) -> None:
-    """Refuse a log file that cannot be written; fairseq opens it when it begins."""
+    """Refuse a log file that cannot be written, or is no text; fairseq opens it when it begins, and adds lines."""
     if cfg.common.log_file is None:
         return
     path = Path(cfg.common.log_file).absolute()
@@ -219,6 +219,9 @@ def _check_log_file(cfg: Any) -> None:
             reason = "it is not a regular file"
         elif not os.access(path if path.exists() else path.parent, os.W_OK):
             reason = "permission denied"
+        elif path.exists():
+            with path.open("rb") as file:
+                reason = "it is not a text file" if b"\0" in file.read(1 << 16) else None
     except OSError as error:
         reason = error.strerror
     if reason is not None:
@@ -309,11 +312,6 @@ def check_settings(cfg: Any) -> None:
         "--zero-sharding": (distributed.zero_sharding != "none", "takes the ranks' experts for copies", "none of it"),
         "--use-bmuf": (cfg.optimization.use_bmuf, "averages the experts of different ranks", "none of it"),
         "--store-ema": (cfg.ema.store_ema, "would save the averages of one rank's experts", "none of it"),
-        "--write-checkpoints-asynchronously": (
-            cfg.checkpoint.write_checkpoints_asynchronously,
-            "cannot tell when the files of all ranks are complete",
-            "none of it",
-        ),
     }
     for option, (is_given, reason, instead) in refused.items():
         if is_given:

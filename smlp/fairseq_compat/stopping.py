@@ -84,15 +84,12 @@ def _is_last_update(trainer: Any) -> bool:
 def _save_and_leave(trainer: Any) -> None:
     from fairseq import checkpoint_utils
     from fairseq.distributed import utils as distributed_utils
-    from fairseq.file_io import PathManager
 
     name = stop_signals.received.name if stop_signals.received else "a signal to another rank"
     config, num_updates = trainer.cfg.checkpoint, trainer.get_num_updates()
     path = checkpoint_utils.save_checkpoint(config, trainer, trainer.train_iterator, None)
     if path is not None and hasattr(trainer.task, "post_save"):
         trainer.task.post_save(path, num_updates)
-    if config.write_checkpoints_asynchronously:
-        PathManager.async_close()
     if trainer.data_parallel_world_size > 1:
         torch.distributed.barrier(distributed_utils.get_global_group())
     # Some launchers end all ranks when the first one exits. Nothing can be lost from here on, and the status stays.
@@ -123,7 +120,7 @@ def how_to_resume(config: Any, path: str, suffix: str = "") -> str:
     resets = [f"--reset-{of}" for of in ("optimizer", "lr-scheduler", "meters", "dataloader")]
     without = [option for option in resets if getattr(config, option[2:].replace("-", "_"))]
     added = ""
-    if Path(path).name != last.name and (config.no_last_checkpoints or config.write_checkpoints_asynchronously):
+    if Path(path).name != last.name and config.no_last_checkpoints:
         added = f" with --restore-file {without_suffix(path, suffix)}"
         without += ["--finetune-from-model"] if config.finetune_from_model else []
     elif config.restore_file != DEFAULT_RESTORE_FILE:

@@ -11,7 +11,7 @@ from smlp.evaluation.zeroshot.readers import (
     StoryClozeItem,
     WinograndeItem,
 )
-from smlp.evaluation.zeroshot.templates import TEMPLATES, draw_shots, example
+from smlp.evaluation.zeroshot.templates import TEMPLATES, _without_brackets, draw_shots, example
 
 COPA = CopaItem("0", "My body cast a shadow. ", ("The sun was rising.", "I sat."), "cause", 1)
 PIQA = PiqaItem("0", " Boil it? ", ("Heat it.", " Cool it. "), 0)
@@ -91,6 +91,10 @@ def test_hellaswag_of_the_harness_has_no_brackets():
     # what stands in brackets goes, "[title]" becomes a full stop, the second clause loses its capitals
     context = "Making a cake: Pops are shown.. Mix The chef"
     assert texts(SCENE, "lm-eval")[2:] == [(context, "  eats."), (context, "  , and  goes.")]
+
+
+def test_many_brackets_of_hellaswag_take_no_time():
+    assert _without_brackets("a [b]\n[c [d] e\nf]" + "[" * 1_000_000) == "a \n e\nf]" + "[" * 1_000_000
 
 
 def test_record_in_one_sentence():

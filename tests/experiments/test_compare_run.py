@@ -327,6 +327,18 @@ def test_files_of_tasks_are_read_before_the_first_training(tiny_data, tmp_path, 
     assert not (tmp_path / "out" / "runs").exists()
 
 
+def test_a_file_of_the_user_is_not_replaced(tiny_data, tmp_path, capsys):
+    content = FILE.replace("DATA", str(tiny_data))
+    mine, other = tmp_path / "out" / "experiment.yaml", tmp_path / "other.yaml"
+    mine.parent.mkdir()
+    mine.write_text(f"# of mine\n{content}quick: {{seeds: [1]}}\n")
+    other.write_text(content)
+    for words in ([mine, "--quick"], [other]):
+        assert main(["compare", "run", *map(str, words), "--out", str(mine.parent)]) == 1
+        assert f"{mine} is yours and would be replaced: give another --out" in capsys.readouterr().err
+    assert mine.read_text().startswith("# of mine")
+
+
 def test_a_dry_run_names_the_data_that_there_will_be(tmp_path, capsys):
     path, text = tmp_path / "other.yaml", tmp_path / "some.txt"
     text.write_text("some text\n")

@@ -229,6 +229,9 @@ def test_what_is_left_of_a_run(planned, capsys):
     assert first.next_step(0) is None, "a failure ends the chain"
     assert own.state()["state"] == FAILED
     assert own.state()["message"] == "train failed with status 1: KeyError: 'x'"
+    own.output.unlink()
+    first.ended(Ended(step, 1, 0.0, 1.0, 0.0))
+    assert own.state()["message"] == f"train failed with status 1: {own.output} has been removed"
     second = chain()
     second.ended(Ended(second.next_step(0), 75, 1.0, 100.0, 0.0))
     assert own.state()["state"] == STOPPED
@@ -255,7 +258,7 @@ def test_what_is_left_of_a_run(planned, capsys):
     log(own, 100, valid=3.0)
     assert third.next_step(0) is None
     assert own.state()["state"] == DONE
-    assert [attempt["status"] for attempt in own.state()["attempts"]] == [1, 75, 0, 143, 0]
+    assert [attempt["status"] for attempt in own.state()["attempts"]] == [1, 1, 75, 0, 143, 0]
     assert "a-s1: done in 13 s, validation perplexity 8.00 per token" in capsys.readouterr().out
     assert chain().next_step(0) is None, "nothing is done twice"
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_states import save
+from fairseq_cli.train import main
 from running import TINY_LM, USER_DIR, Finished
 
 from smlp import files
@@ -28,6 +29,7 @@ from smlp.fairseq_compat import loading
 from smlp.fairseq_compat.data import check_dictionary, check_folders, check_format, check_split, check_text
 from smlp.fairseq_compat.loading import check_dictionary_of, check_file, check_restore_file
 from smlp.fairseq_compat.needs import has_averages
+from smlp.fairseq_compat.saving import own_save_dir
 from smlp.fairseq_compat.settings import _check_log_file, check_profiling
 from smlp.files import locked
 from smlp.text.tokenizer_files import Vocabulary
@@ -911,6 +913,32 @@ def test_what_lies_in_a_folder_that_may_not_be_entered_is_named(tmp_path: Path, 
     monkeypatch.setattr(os, "stat", refuse)  # permissions mean nothing to root
     with pytest.raises(UserError, match=rf"^{words.format(path)}"):
         check(str(path))
+
+
+def test_each_job_of_hydra_locks_its_own_folder(tmp_path: Path, monkeypatch) -> None:
+    """Jobs of a multirun run in folders of their own, and their save-dirs may have one relative name."""
+    checkpoint = SimpleNamespace(save_dir="saved", no_save=False)
+    config = SimpleNamespace(checkpoint=checkpoint, distributed_training=SimpleNamespace(distributed_rank=0))
+    folders = [tmp_path / job / "saved" for job in "01"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(folders[0].parent)
+    with own_save_dir(config, main):
+        monkeypatch.chdir(folders[1].parent)
+        with own_save_dir(config, main):
+            assert all(map(files.is_locked, folders))
+    assert not any(map(files.is_locked, folders)) and not any(map(os.listdir, folders))
+
+
+def test_lines_of_a_log_are_added_to_text_only(tmp_path: Path) -> None:
+    path = tmp_path / "train.bin"
+    config = SimpleNamespace(common=SimpleNamespace(log_file=str(path)))
+    for content in (b"", "an older line, ä\n".encode()):
+        path.write_bytes(content)
+        _check_log_file(config)
+    path.write_bytes(b"5\0")
+    with pytest.raises(UserError, match=rf"^cannot write --log-file {path}: it is not a text file"):
+        _check_log_file(config)
 
 
 def test_text_is_checked_across_chunk_borders(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from fairseq import options
+from omegaconf import ListConfig
 
 from smlp.config import all_settings
 from smlp.config.presets import preset
@@ -50,6 +51,12 @@ def parse(*words: str, task: bool = True) -> argparse.Namespace:
 def test_what_is_below_all_numbers_is_told_so(name: str, value: float) -> None:
     with pytest.raises(UserError, match=re.escape(f"must be at least {1 - 2**63}, got {value}")):
         check_numbers({name: value})
+
+
+@pytest.mark.parametrize("given", [[], ListConfig([])])
+def test_a_list_needs_a_number(given: list[float]) -> None:
+    with pytest.raises(UserError, match=r"^--update-freq needs at least one number, got \[\]"):
+        check_numbers({"update_freq": given})
 
 
 @pytest.mark.parametrize("name", LIMITS)

@@ -23,6 +23,11 @@ BY_PLATEAU = [
 
 
 EPOCH = 2  # updates of BY_PLATEAU
+# epochs of five updates, of which the second begins with the rate at the end of the first
+ANNEALED = [
+    *("--lr-scheduler", "polynomial_decay", "--force-anneal", "2", "--total-num-update", "20"),
+    *("--batch-size", "24"),
+]
 ENDED = {
     "patient_ended": ("has not improved in 3 validations and --patience is 3: there is nothing to train", 4),
     "time_ended": ("has trained for longer than --stop-time-hours 1e-09: there is nothing to train", 4 * EPOCH),
@@ -46,14 +51,18 @@ def runs(tiny_data, tmp_path_factory: pytest.TempPathFactory, run_fairseq_many) 
         patient=("patient", [*PATIENT, "--max-update", "3"]),
         rate=("rate", [*BY_PLATEAU, "--max-epoch", "3"]),
         rate_whole=("whole", [*BY_PLATEAU, "--max-epoch", "4"]),
+        annealed=("annealed", [*ANNEALED, "--max-update", "7"]),  # within the second epoch
+        annealed_whole=("annealed_whole", [*ANNEALED, "--max-update", "18"]),
     )
     found |= train(
         patient_again=("patient", [*PATIENT, "--max-update", "8"]),
         rate_again=("rate", [*BY_PLATEAU, "--max-epoch", "4"]),
+        annealed_again=("annealed", [*ANNEALED, "--max-epoch", "2"]),
     )
     return found | train(
         patient_ended=("patient", [*PATIENT, "--max-update", "8"]),
         time_ended=("whole", [*BY_PLATEAU, "--max-epoch", "5", "--stop-time-hours", "1e-9"]),
+        annealed_last=("annealed", [*ANNEALED, "--max-update", "18"]),
     )
 
 
@@ -86,6 +95,7 @@ def test_only_what_still_holds_is_restored(monkeypatch, changes, counts, bad_epo
     schedule = SimpleNamespace(num_bad_epochs=1)
     monkeypatch.setattr(plateaus, "_stopping", lambda: stopping)
     monkeypatch.setattr(plateaus, "_schedule", lambda _: schedule)
+    monkeypatch.setattr(plateaus, "_annealing", lambda _: None)
     stopping.best, stopping.num_runs = 3.0, 2
     state = {
         "smlp_plateau": plateaus.plateau_of(trainer("loss", 3)),
@@ -127,3 +137,10 @@ def test_the_rate_falls_in_the_same_epoch_after_a_restart(runs) -> None:
     whole, first, again = (rates(runs[name][1]) for name in ("rate_whole", "rate", "rate_again"))
     assert set(whole.values()) == {"0.001", "0.0005"}
     assert first | again == whole and not first.keys() & again.keys()
+
+
+def test_annealing_goes_on_after_a_restart_within_an_epoch_and_between_two(runs) -> None:
+    whole, *parts = (rates(runs[name][1]) for name in ("annealed_whole", "annealed", "annealed_again", "annealed_last"))
+    assert parts[0] | parts[1] | parts[2] == whole and len(whole) == sum(map(len, parts)) == 18
+    first, second, third = (next(name for name in whole if int(name.split(":")[0]) == epoch) for epoch in (1, 2, 3))
+    assert float(whole[first]) > float(whole[second]) > float(whole[third])

@@ -193,7 +193,7 @@ def test_before_the_first_update_a_signal_ends_the_process(runs) -> None:
             "the same command with --restore-file {}/checkpoint_1_6.pt resumes from it",  # fairseq adds it again
         ),
         (
-            {"write_checkpoints_asynchronously": True, "finetune_from_model": "a.pt"},
+            {"no_last_checkpoints": True, "finetune_from_model": "a.pt"},
             "checkpoint1.pt",
             "the same command with --restore-file {}/checkpoint1.pt without --finetune-from-model resumes from it",
         ),
@@ -205,7 +205,6 @@ def test_the_last_line_says_with_which_command_training_resumes(tmp_path: Path, 
         restore_file="checkpoint_last.pt",
         finetune_from_model=None,
         no_last_checkpoints=False,
-        write_checkpoints_asynchronously=False,
         **dict.fromkeys(("reset_optimizer", "reset_lr_scheduler", "reset_meters", "reset_dataloader"), False),
     )
     for option, value in options.items():

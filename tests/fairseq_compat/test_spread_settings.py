@@ -31,7 +31,6 @@ def configuration(**changes) -> SimpleNamespace:
         "distributed_training": {"ddp_backend": "legacy_ddp", "zero_sharding": "none"},
         "optimization": {"use_bmuf": False},
         "ema": {"store_ema": False},
-        "checkpoint": {"write_checkpoints_asynchronously": False},
         "optimizer": {"_name": "adam"},
     }
     for key, value in changes.items():
@@ -57,7 +56,6 @@ def test_backends_that_work(backend):
         ({"common__amp": True}, "--amp"),
         ({"optimization__use_bmuf": True}, "--use-bmuf"),
         ({"ema__store_ema": True}, "--store-ema"),
-        ({"checkpoint__write_checkpoints_asynchronously": True}, "--write-checkpoints-asynchronously"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_remedy(change, option):
@@ -94,11 +92,18 @@ def test_what_one_gpu_cannot_do(common, backend, has_cuda, message):
     config = SimpleNamespace(
         common=SimpleNamespace(**{**flags, **common}),
         distributed_training=SimpleNamespace(**distributed),
-        checkpoint=SimpleNamespace(checkpoint_suffix=""),
+        checkpoint=SimpleNamespace(checkpoint_suffix="", write_checkpoints_asynchronously=False),
         dataset=SimpleNamespace(**subsets),
     )
     with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
         _check_devices(config, 1, has_cuda)
+    if message is None:
+        config.checkpoint.write_checkpoints_asynchronously = True
+        with pytest.raises(UserError, match="--write-checkpoints-asynchronously writes damaged checkpoints"):
+            _check_devices(config, 1, has_cuda)
+        config.checkpoint.checkpoint_suffix = "-a(b"
+        with pytest.raises(UserError, match=r"--checkpoint-suffix '-a\(b' holds \(, with which fairseq finds no"):
+            _check_devices(config, 1, has_cuda)
 
 
 @pytest.mark.parametrize("betas", ["(0.9", "0.9", "(0.9, 1.0)", "(0.9, 0.98, 0.99)", "('a', 'b')", "(0.9, -0.1)", ""])

@@ -147,8 +147,10 @@ def _winogrande_harness(item: WinograndeItem) -> Iterator[Candidate]:
 
 
 def _without_brackets(text: str) -> str:
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
+    lines = (line.rpartition("]") for line in text.strip().replace(" [title]", ". ").split("\n"))
+    # behind the last "]" of a line, each "[" would cost a search to its end
+    shorter = "\n".join(re.sub(r"\[.*?\]", "", before + bracket) + rest for before, bracket, rest in lines)
+    return shorter.replace("  ", " ")
 
 
 def _hellaswag_harness(item: HellaSwagItem) -> Iterator[Candidate]:
