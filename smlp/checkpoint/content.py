@@ -67,10 +67,10 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
                 f"{path} is damaged: the optimizer state of parameter {number} lacks {', '.join(lacking)}, which other "
                 "parameters have; --reset-optimizer starts with new moments"
             )
-        elif not _is_step(of_parameter.get("step", 0)):
+        elif not _is_step(step := _value(of_parameter.get("step", 0))):
             problems.append(
-                f"{path} is damaged: the optimizer's step of parameter {number} is {of_parameter['step']!r:.60}, not a "
-                f"number from 0 to {_MOST_STEPS}; --reset-optimizer starts with new moments"
+                f"{path} is damaged: the optimizer's step of parameter {number} is {step!r:.60}, not a number from 0 "
+                f"to {_MOST_STEPS}; --reset-optimizer starts with new moments"
             )
     return problems
 
@@ -86,7 +86,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_step(value: Any) -> bool:
-    return _is_number(value) and not (isinstance(value, numbers.Real) and not 0 <= value <= _MOST_STEPS)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= value <= _MOST_STEPS
+
+
+def _value(number: Any) -> Any:
+    """Return the value of a tensor without axes, which may still be in a file; anything else as it is."""
+    number = number.load() if hasattr(number, "load") else number
+    return number.item() if getattr(number, "shape", None) == () else number
 
 
 def _kind(of_parameter: Mapping[str, Any]) -> tuple[int, bool]:
@@ -129,6 +135,7 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", "dictionary"), *_MAPPING),
     (("extra_state", PLATEAU), *_MAPPING),
     (("optimizer_history", -1), lambda value: isinstance(value, Mapping), "not a dictionary"),
+    (("optimizer_history", -1), bool, "without the names of a criterion and an optimizer"),
     (("optimizer_history", -1, "criterion_name"), *_NAME),
     (("optimizer_history", -1, "optimizer_name"), *_NAME),
     (("optimizer_history", -1, "lr_scheduler_state"), *_MAPPING),
@@ -142,6 +149,7 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", "train_iterator", "seed"), *_whole(0, 1 << 33)),  # 32 bits, and an epoch may be added
     (("extra_state", "previous_training_time"), lambda value: _is_number(value), "not a number"),
     (("extra_state", "best"), *_NUMBER_OR_NONE),
+    (("extra_state", "val_loss"), *_NUMBER_OR_NONE),
     (("extra_state", PLATEAU, "best"), lambda value: _is_number(value), "not a number"),
     (("extra_state", PLATEAU, "num_runs"), *_whole(0)),
     (("extra_state", PLATEAU, "num_bad_epochs"), *_whole(0)),
@@ -176,7 +184,9 @@ def check_is_ours(state: Any, path: str | Path) -> None:
     if not str(options.get("_name")).isprintable():
         raise UserError(f"{path} is damaged: its architecture is {options['_name']!r:.60}")
     for name, tensor in state["model"].items():
-        if not hasattr(tensor, "shape") or not isinstance(name, str):
+        if not isinstance(name, str):
+            raise UserError(f"{path} is damaged: its model has {name!r:.40} in place of a tensor's name")
+        if not hasattr(tensor, "shape"):
             raise UserError(f"{path} is damaged: it has {tensor!r:.40} as {name}, which is not a tensor")
     if len(state["model"][embedding].shape) != 2:
         raise UserError(f"{path} is damaged: {embedding} has shape {tuple(state['model'][embedding].shape)}")

@@ -155,6 +155,8 @@ def _train_options(text: str) -> tuple[str, ...]:
     for word in words:
         if word.partition("=")[0] in _OWN:
             raise UserError(f"--train-options {word}: smlp finetune sets this itself")
+        if word in ("-h", "--help"):
+            raise UserError(f"--train-options {word} prints help and trains nothing: leave it out")
         if word.partition("=")[0] in ("--patience", "--stop-time-hours", "--stop-min-lr"):
             raise UserError(f"--train-options {word}: a run of smlp finetune has a set number of updates")
     return words

@@ -31,7 +31,7 @@ class Limit(NamedTuple):
     why: str = ""
 
 
-_POSITIVE, _NOT_NEGATIVE, _SHARE = Limit(1), Limit(0), Limit(0, 1)
+_POSITIVE, _NOT_NEGATIVE, _ABOVE_ZERO, _SHARE = Limit(1), Limit(0), Limit(sys.float_info.min), Limit(0, 1)
 _OR_OFF = Limit(-1, why="-1 switches it off")
 
 #: limits by option, named as a Python attribute; for lists, limits of each number
@@ -90,9 +90,9 @@ LIMITS: dict[str, Limit] = {
     "weight_decay": _NOT_NEGATIVE,
     "spatial_weight_decay": _NOT_NEGATIVE,
     "spatial_lr_factor": _NOT_NEGATIVE,
-    "adam_eps": _NOT_NEGATIVE,
-    "adamax_eps": _NOT_NEGATIVE,
-    "adadelta_eps": _NOT_NEGATIVE,
+    "adam_eps": _ABOVE_ZERO,
+    "adamax_eps": _ABOVE_ZERO,
+    "adadelta_eps": _ABOVE_ZERO,
     "adadelta_rho": _SHARE,
     "lamb_eps": _NOT_NEGATIVE,
     "momentum": _SHARE,
@@ -109,7 +109,7 @@ LIMITS: dict[str, Limit] = {
     "max_lr": _NOT_NEGATIVE,
     "end_learning_rate": _NOT_NEGATIVE,
     "init_lr_scale": _NOT_NEGATIVE,
-    "final_lr_scale": Limit(sys.float_info.min),
+    "final_lr_scale": _ABOVE_ZERO,
     "phase_ratio": _SHARE,
     "total_num_update": _NOT_NEGATIVE,
     "lr_period_updates": Limit(-1, why="-1 is --max-update"),
@@ -167,8 +167,8 @@ LIMITS: dict[str, Limit] = {
     "decoder_ffn_embed_dim": _POSITIVE,
     "decoder_layers": _NOT_NEGATIVE,
     "decoder_attention_heads": _POSITIVE,
-    "adaptive_softmax_factor": Limit(sys.float_info.min),
-    "adaptive_input_factor": Limit(sys.float_info.min),
+    "adaptive_softmax_factor": _ABOVE_ZERO,
+    "adaptive_input_factor": _ABOVE_ZERO,
     "character_embedding_dim": _POSITIVE,
     "char_embedder_highway_layers": _NOT_NEGATIVE,
     "quant_noise_pq": _SHARE,

@@ -374,6 +374,15 @@ def test_moments_of_two_kinds_without_axes_are_no_error() -> None:
             )
             for v in (-1, float("nan"), float("inf"), 10**300)
         ),
+        *(
+            (
+                lambda s, v=v: s["last_optimizer_state"]["state"][3].update(step=torch.tensor(v)),
+                [f"step of parameter 3 is {v}, not"],
+            )
+            for v in (-1.0, float("inf"), True)
+        ),
+        (lambda s: s["extra_state"].update(val_loss="x"), ["extra_state.val_loss is 'x', not a number"]),
+        (lambda s: s["optimizer_history"].append({}), ["optimizer_history is {}, without the names"]),
         (
             lambda s: [s["last_optimizer_state"]["state"][3].pop(name) for name in ("exp_avg", "exp_avg_sq")],
             ["parameter 3 lacks exp_avg, exp_avg_sq, which"],
@@ -404,6 +413,7 @@ def test_what_training_cannot_resume_from_is_named(whole: Path, change, words) -
         (lambda s: s["cfg"]["model"].update(num_experts=10**9), ["which has 1,000,000,000 experts: its tensors"]),
         (lambda s: s["cfg"]["model"].update(tokens_per_sample=10**9), ["which has 1,000,000,000 positions"]),
         (lambda s: s["model"].update({PREFIX + "norm.bias": "x"}), ["norm.bias, which is not a tensor"]),
+        (lambda s: s["model"].update({5: torch.ones(1)}), ["its model has 5 in place of a tensor's name"]),
         (
             lambda s: s["cfg"]["model"].update(ffn_dim=-1),
             ["does not describe a model that can be built", "ffn_dim", "-1"],

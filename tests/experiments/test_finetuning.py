@@ -157,6 +157,7 @@ def test_metrics_are_those_of_glue(asked, tmp_path, task, classes, metric, optio
         (["--train-options=--lr=3"], "--train-options --lr=3"),
         (["--train-options=--dropout=0.3"], "--train-options --dropout=0.3"),
         (["--train-options", "--optimizer sgd"], "--train-options --optimizer: smlp finetune sets this itself"),
+        (["--train-options=-h"], "--train-options -h prints help and trains nothing: leave it out"),
         (["--train-options=-a bert_mlm_tiny"], "--train-options -a: smlp finetune sets this itself"),
         (["--train-options", "--update-freq 4"], "--train-options --update-freq: smlp finetune sets this itself"),
         (

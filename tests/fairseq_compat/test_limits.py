@@ -118,7 +118,7 @@ REFUSED: dict[str, list[str]] = {
     "--num-shards 3 --shard-id 3": ["--shard-id must be below --num-shards 3, got 3"],
     "--lr abc": ["argument --lr: expected a number", "'abc'"],
     "--lr 1e-": ["argument --lr: expected a number", "'1e-'"],
-    "--adam-eps -1": ["--adam-eps must be at least 0, got -1.0"],
+    "--adam-eps 0": ["--adam-eps must be above 0, got 0.0"],
     "--weight-decay nan": ["--weight-decay must be at least 0, got nan"],
     "--clip-norm nan": ["--clip-norm must be at least 0, got nan (0 clips nothing)"],
     "--update-freq 1.5": ["argument --update-freq: expected a whole number", "'1.5'"],
@@ -180,7 +180,7 @@ def test_masking_that_cannot_work_is_refused(words: str, sentence: str) -> None:
     "words",
     [
         *("--max-tokens 64", "--clip-norm 0", "--clip-norm inf", "--seed 0", "--max-update 0", "--lr 0,0.2"),
-        *("--update-freq 1,2", "--update-freq [2]", "--weight-decay 0 --adam-eps 0", "--num-workers 0"),
+        *("--update-freq 1,2", "--update-freq [2]", "--weight-decay 0", "--num-workers 0"),
         *("--lr-scheduler cosine", "--lr-scheduler cosine --warmup-updates 10", "--lr-scheduler inverse_sqrt"),
         *("--lr-scheduler tri_stage --decay-steps 1", "--lr-scheduler triangular --max-lr 1", "--lr-scheduler step"),
         *("--lr-scheduler reduce_lr_on_plateau", "--arch transformer_lm --dropout 0"),

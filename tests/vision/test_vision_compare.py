@@ -221,7 +221,7 @@ def test_comparisons_that_are_refused(digits, tmp_path, capsys, changes, sentenc
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["../../first", ".", "a\\nb", "x" * 201])
+@pytest.mark.parametrize("name", ["../../first", ".", "-a", "a\\nb", "x" * 201])
 def test_models_without_names_for_folders(digits, tmp_path, capsys, name):
     path = write(tmp_path, digits)
     path.write_text(path.read_text().replace("first:", f'"{name}":'))
