@@ -116,6 +116,8 @@ def how_to_resume(config: Any, path: str, suffix: str = "") -> str:
         path: the first name of the checkpoint; it may also be ``checkpoint_last.pt``.
         suffix: of the names of checkpoints.
     """
+    if config.no_save_optimizer_state:
+        return "it has weights alone, from which the same command trains anew"
     last = Path(config.save_dir) / f"checkpoint_last{suffix}.pt"
     resets = [f"--reset-{of}" for of in ("optimizer", "lr-scheduler", "meters", "dataloader")]
     without = [option for option in resets if getattr(config, option[2:].replace("-", "_"))]

@@ -174,6 +174,11 @@ def test_before_the_first_update_a_signal_ends_the_process(runs) -> None:
 @pytest.mark.parametrize(
     ("options", "name", "said"),
     [
+        (
+            {"no_save_optimizer_state": True},
+            "checkpoint_last.pt",
+            "it has weights alone, from which the same command trains anew",
+        ),
         ({}, "checkpoint_1_6.pt", "the same command resumes from it"),
         ({"finetune_from_model": "a.pt"}, "checkpoint_last.pt", "the same command resumes from it"),
         ({"restore_file": "{}/checkpoint_last.pt"}, "checkpoint_1_6.pt", "the same command resumes from it"),
@@ -205,6 +210,7 @@ def test_the_last_line_says_with_which_command_training_resumes(tmp_path: Path, 
         restore_file="checkpoint_last.pt",
         finetune_from_model=None,
         no_last_checkpoints=False,
+        no_save_optimizer_state=False,
         **dict.fromkeys(("reset_optimizer", "reset_lr_scheduler", "reset_meters", "reset_dataloader"), False),
     )
     for option, value in options.items():
