@@ -97,7 +97,7 @@ SPEED = {
 _SHARES = {"accuracy": Maybe(Finite()), "chance": Maybe(Finite())}
 ZEROSHOT = {"tasks": Each({"n": int, **_SHARES}), "settings": Maybe(dict)}
 ORDER_LINE = {"update": int, "digest": int}
-TIME_LINE = {"update": int, "tokens": int, "seconds": Finite(least=0)}
+TIME_LINE = {"update": int, "tokens": COUNT, "seconds": Finite(least=0)}
 _FLOPS = dict.fromkeys(("nominal_flops", "realised_flops", "ratio"), Maybe(_NUMBER))
 _FIGURES = ("drop_share", "dead_experts", "max_over_mean", "load_cv", "gate_entropy", "margin", "churn")
 _LAYER = {"router": Maybe(str), "num_experts": int, **dict.fromkeys(_FIGURES, Maybe(_NUMBER))}

@@ -189,7 +189,7 @@ def alignment_of(attention_mask: Tensor | None, num_seqs: int, num_places: int) 
             f"attention_mask must have a row for each of the {num_seqs} sequences and a column for each of the "
             f"{num_places} places, got {tuple(attention_mask.shape)}"
         )
-    return None if bool(attention_mask.all()) else Alignment(attention_mask)
+    return None if bool((attention_mask == 1).all()) else Alignment(attention_mask)
 
 
 class SmlpForCausalLM(_SmlpModel, GenerationMixin):

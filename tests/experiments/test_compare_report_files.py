@@ -359,6 +359,7 @@ def test_a_kept_file_that_holds_something_else_is_named(tmp_path, name, capsys):
             "train.log has no validation on valid at the last update",
         ),
         ("runs/Switch-s1/update_times.jsonl", lambda line: line.update(seconds=-1), "lines are damaged"),
+        ("runs/Switch-s1/update_times.jsonl", lambda line: line.update(tokens=-5), "lines are damaged"),
         (
             "runs/Switch-s1/train.log",
             lambda line: line.update(train_wall=True),

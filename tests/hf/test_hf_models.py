@@ -173,6 +173,7 @@ def plain():
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "zeros at the padding before or after them only"),
         ({"attention_mask": torch.tensor([[0, 0, 0, 0]])}, "at least one"),
         ({"attention_mask": torch.tensor([[-1e9, -1e9, 0.0, 0.0]])}, "must have ones at the tokens"),
+        ({"attention_mask": torch.full((1, 4), -1e9)}, "must have ones at the tokens"),
         ({"attention_mask": torch.ones(1, 3)}, "a column for each of the 4 places"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0]]), "use_cache": True}, "pad on the left"),
         ({"past_key_values": DynamicCache()}, "must be a SmlpCache, got DynamicCache"),
