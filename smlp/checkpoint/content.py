@@ -135,7 +135,11 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", "dictionary"), *_MAPPING),
     (("extra_state", PLATEAU), *_MAPPING),
     (("optimizer_history", -1), lambda value: isinstance(value, Mapping), "not a dictionary"),
-    (("optimizer_history", -1), bool, "without the names of a criterion and an optimizer"),
+    (
+        ("optimizer_history", -1),
+        lambda value: not isinstance(value, Mapping) or "criterion_name" in value,
+        "without the name of a criterion",
+    ),
     (("optimizer_history", -1, "criterion_name"), *_NAME),
     (("optimizer_history", -1, "optimizer_name"), *_NAME),
     (("optimizer_history", -1, "lr_scheduler_state"), *_MAPPING),
@@ -153,7 +157,9 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", PLATEAU, "best"), lambda value: _is_number(value), "not a number"),
     (("extra_state", PLATEAU, "num_runs"), *_whole(0)),
     (("extra_state", PLATEAU, "num_bad_epochs"), *_whole(0)),
-    (("extra_state", PLATEAU, "annealed_from"), lambda value: _is_number(value), "not a number"),
+    (("extra_state", PLATEAU, "annealed"), *_MAPPING),
+    (("extra_state", PLATEAU, "annealed", "from"), lambda value: isinstance(value, float) and value >= 0, "not a rate"),
+    (("extra_state", PLATEAU, "annealed", "lr"), lambda value: isinstance(value, list), "not a list"),
 )
 
 

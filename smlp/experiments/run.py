@@ -93,6 +93,9 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
 
 def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedModel]]:
     """Prepare data and models, and record the planned experiment before the first run."""
+    is_own = folder.yaml.exists() and folder.yaml.samefile(experiment.path)
+    if folder.yaml.exists() and (experiment.is_quick if is_own else not folder.experiment.is_file()):
+        raise UserError(f"{folder.yaml} is yours and would be replaced: give another --out")
     tasks = experiment.evaluation.zeroshot_data
     if tasks is not None and not tasks.is_dir():
         raise UserError(f"{experiment.path}: evaluate.zeroshot.data: there is no folder {tasks}")
@@ -102,9 +105,6 @@ def _prepare(experiment: Experiment, folder: Folder) -> tuple[str, list[PlannedM
     described = describe(data, experiment.evaluation.subsets)
     folder.check_data(described)
     check_runs(experiment, models, folder)  # before anything about the experiment is written
-    is_own = folder.yaml.exists() and folder.yaml.samefile(experiment.path)
-    if folder.yaml.exists() and (experiment.is_quick if is_own else not folder.experiment.is_file()):
-        raise UserError(f"{folder.yaml} is yours and would be replaced: give another --out")
     folder.settle({**as_json(experiment, models), "data_sha256": described["splits"]["train"]["sha256"]})
     write_json(folder.data, described)
     if experiment.is_quick:

@@ -41,6 +41,15 @@ class _Loader(yaml.SafeLoader):
                 seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError) as error:  # an impossible date or number
+            problem = f"a value cannot be read: {error}"
+        except (LookupError, AttributeError):  # a tag of another kind
+            problem = f"a value cannot be read as {node.tag.rpartition(':')[2]}"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
     def construct_number(self, node: yaml.ScalarNode) -> float:
         is_whole = node.tag.endswith(":int")
         number = self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
@@ -76,8 +85,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise UserError(f"{path} is nested too deep") from None
-    except (ValueError, OverflowError, LookupError, AttributeError) as error:  # an impossible date or number
-        raise UserError(f"{path}: a value cannot be read: {error}") from None
     try:
         num_values = _num_values(content, {})
     except RecursionError:

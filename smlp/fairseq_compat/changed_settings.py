@@ -62,8 +62,7 @@ def changed_settings(then: ModelConfig, now: ModelConfig) -> str | None:
 def constants(optimizer: Any) -> dict[str, Any]:
     """Return the numbers of an optimizer that its schedule leaves alone, by name: betas, weight decay, ..."""
     group = optimizer.param_groups[0]
-    rates = ("lr", "initial_lr", "lr_old")  # the last one is NAG's rate of the update before
-    numbers = {name: value for name, value in group.items() if name not in ("params", *rates)}
+    numbers = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()}
 
 
@@ -104,6 +103,8 @@ def _problem_of(name: str, loaded: Any, asked: Any) -> str | None:
         return "which must be finite"
     if name == "betas" and not all(0 <= number < 1 for number in numbers):
         return "which must be from 0 to below 1"
+    if name == "eps" and len(numbers) == 1 and numbers[0] <= 0:
+        return "which must be above 0"
     return "which must be at least 0" if name in ("eps", "weight_decay") and min(numbers) < 0 else None
 
 
@@ -116,7 +117,8 @@ def compare_optimizers(filename: str, trainer: Any, asked: dict[str, Any]) -> No
         asked: :func:`constants` before loading.
     """
     overrides = ast.literal_eval(trainer.cfg.checkpoint.optimizer_overrides)
-    now = {name: value for name, value in constants(trainer.optimizer).items() if name not in overrides}
+    left_out = {"lr_old", *overrides}  # the rate of NAG's last update
+    now = {name: value for name, value in constants(trainer.optimizer).items() if name not in left_out}
     names = [name for name, value in now.items() if asked.get(name, value) != value]
     if names and trainer.is_data_parallel_master:
         kept, given = (", ".join(f"{name}={some[name]}" for name in names) for some in (now, asked))

@@ -140,7 +140,9 @@ def _check_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
     suffix = cfg.checkpoint.checkpoint_suffix
     if "/" in suffix or "\0" in suffix:
         raise UserError(f"--checkpoint-suffix {suffix!r} is a part of the names of checkpoints, and holds no /")
-    if sign := next((sign for sign in suffix if sign in r"\^$*+?{}[]|()"), None):  # it is in fairseq's pattern as it is
+    keeps = (f"keep_{those}" for those in ("interval_updates", "last_epochs", "best_checkpoints"))
+    sign = next((sign for sign in suffix if sign in r"\^$*+?{}[]|()"), None)
+    if sign and any(getattr(cfg.checkpoint, keep) > 0 for keep in keeps):  # fairseq's pattern has it as it is
         raise UserError(f"--checkpoint-suffix {suffix!r} holds {sign}, with which fairseq finds no old checkpoints")
     if cfg.checkpoint.write_checkpoints_asynchronously:
         raise UserError(

@@ -22,7 +22,7 @@ def plateau_of(trainer: Any) -> dict[str, Any]:
     if (schedule := _schedule(trainer)) is not None:
         found["num_bad_epochs"] = schedule.num_bad_epochs
     if (annealing := _annealing(trainer)) is not None:
-        found["annealed_from"] = float(annealing.lr)
+        found["annealed"] = {"from": float(annealing.lr), "lr": list(annealing.cfg.lr)}
     return found
 
 
@@ -43,8 +43,8 @@ def restore_plateau(
         overrides: what replaces values of the optimizer. A rate among them stays as it is.
     """
     found = state.get(PLATEAU) or {}
-    if "annealed_from" in found and not resets_schedule:
-        _anneal_on(trainer, found["annealed_from"], state["train_iterator"])
+    if "annealed" in found and not resets_schedule:
+        _anneal_on(trainer, found["annealed"], state["train_iterator"])
     if found.get("of") != _measured(trainer.cfg):
         return
     stopping = _stopping()
@@ -80,16 +80,22 @@ def _stopping() -> Any:
     return next((module.should_stop_early for module in modules if hasattr(module, "should_stop_early")), None)
 
 
-def _anneal_on(trainer: Any, rate: float, batches: Mapping[str, Any]) -> None:
-    """Go on from the rate with which the checkpoint's epoch began; fairseq begins an epoch anew when it resumes."""
+def _anneal_on(trainer: Any, found: Mapping[str, Any], batches: Mapping[str, Any]) -> None:
+    """Go on from the rate with which the checkpoint's epoch began, unless ``--lr`` is another one now."""
     annealing = _annealing(trainer)
-    if annealing is None or batches["epoch"] < annealing.cfg.force_anneal:
+    if annealing is None or batches["epoch"] < annealing.cfg.force_anneal or found["lr"] != list(annealing.cfg.lr):
         return
-    annealing.lr = rate
+    annealing.lr = found["from"]
     trainer.lr_step_update()
-    if batches["iterations_in_epoch"]:
-        next_rate = annealing.get_next_lr
-        annealing.get_next_lr = lambda epoch: rate if epoch == batches["epoch"] else next_rate(epoch)
+    next_rate = annealing.get_next_lr
+
+    def rate_of_first_epoch(epoch: int) -> float:
+        """Return the rate of the rest of an epoch, which fairseq takes for a new one."""
+        annealing.get_next_lr = next_rate
+        is_rest = batches["iterations_in_epoch"] and epoch == batches["epoch"]
+        return found["from"] if is_rest else next_rate(epoch)
+
+    annealing.get_next_lr = rate_of_first_epoch
 
 
 def _annealing(trainer: Any) -> Any:

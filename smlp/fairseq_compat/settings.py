@@ -219,9 +219,9 @@ def _check_log_file(cfg: Any) -> None:
             reason = "it is not a regular file"
         elif not os.access(path if path.exists() else path.parent, os.W_OK):
             reason = "permission denied"
-        elif path.exists():
+        elif path.exists() and os.access(path, os.R_OK):
             with path.open("rb") as file:
-                reason = "it is not a text file" if b"\0" in file.read(1 << 16) else None
+                reason = "it is not a text file" if b"\0" in file.read(16) else None  # a crash may add some
     except OSError as error:
         reason = error.strerror
     if reason is not None:

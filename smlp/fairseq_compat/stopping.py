@@ -116,8 +116,6 @@ def how_to_resume(config: Any, path: str, suffix: str = "") -> str:
         path: the first name of the checkpoint; it may also be ``checkpoint_last.pt``.
         suffix: of the names of checkpoints.
     """
-    if config.no_save_optimizer_state:
-        return "it has weights alone, from which the same command trains anew"
     last = Path(config.save_dir) / f"checkpoint_last{suffix}.pt"
     resets = [f"--reset-{of}" for of in ("optimizer", "lr-scheduler", "meters", "dataloader")]
     without = [option for option in resets if getattr(config, option[2:].replace("-", "_"))]
@@ -129,7 +127,8 @@ def how_to_resume(config: Any, path: str, suffix: str = "") -> str:
         given = Path(config.restore_file.replace(".pt", suffix + ".pt"))
         without += ["--restore-file"] if given.resolve() != last.resolve() else []
     left_out = f" without {', '.join(without)}" if without else ""
-    return f"the same command{added}{left_out} resumes from it"
+    anew = ", with updates counted from 0, for it has no optimizer state" if config.no_save_optimizer_state else ""
+    return f"the same command{added}{left_out} resumes from it{anew}"
 
 
 @contextmanager

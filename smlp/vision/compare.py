@@ -113,8 +113,8 @@ def read_seeds(section: Section) -> list[int]:
 def check_names(section: Section, names: Iterable[str]) -> None:
     """Raise ``UserError`` for a model whose name, to which the seed is added, is no name of a folder."""
     for name in names:
-        is_printable = name.strip(" .") and name.isprintable() and "/" not in name
-        if not is_printable or name.startswith("-") or len(os.fsencode(name)) > _MOST_NAME:
+        is_word = name.isprintable() and name.strip(" .") and not name.startswith("-")
+        if not is_word or "/" in name or len(os.fsencode(name)) > _MOST_NAME:
             raise section.error(
                 shown(name),
                 f"cannot name folders of runs: at most {_MOST_NAME} bytes, printable, without / and with no first -",

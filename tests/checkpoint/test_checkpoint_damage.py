@@ -382,7 +382,7 @@ def test_moments_of_two_kinds_without_axes_are_no_error() -> None:
             for v in (-1.0, float("inf"), True)
         ),
         (lambda s: s["extra_state"].update(val_loss="x"), ["extra_state.val_loss is 'x', not a number"]),
-        (lambda s: s["optimizer_history"].append({}), ["optimizer_history is {}, without the names"]),
+        (lambda s: s["optimizer_history"].append({}), ["optimizer_history is {}, without the name of"]),
         (
             lambda s: [s["last_optimizer_state"]["state"][3].pop(name) for name in ("exp_avg", "exp_avg_sq")],
             ["parameter 3 lacks exp_avg, exp_avg_sq, which"],

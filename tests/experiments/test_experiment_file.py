@@ -242,9 +242,9 @@ MISTAKES = {
     ),
     "many octal digits": (FILE.replace("100k", "0" + "7" * 400), r"a value cannot be read: "),
     "no date": (FILE.replace("100k", "2020-99-99"), r"a value cannot be read: month must be in 1..12"),
-    "no time": (FILE.replace("100k", "!!timestamp x"), r"a value cannot be read: "),
-    "no truth": (FILE.replace("100k", "!!bool x"), r"a value cannot be read: 'x'"),
-    "no digits": (FILE.replace("100k", '!!int "_"'), r"a value cannot be read: "),
+    "no time": (FILE.replace("100k", "!!timestamp x"), r", line \d+: a value cannot be read as timestamp"),
+    "no truth": (FILE.replace("100k", "!!bool x"), r", line \d+: a value cannot be read as bool"),
+    "no digits": (FILE.replace("100k", '!!int "_"'), r", line \d+: a value cannot be read as int"),
     "merge": ("a: &a {b: 1}\n<<: *a\n" + FILE, r"line 2: '<<' is not supported"),
     "aliases": (
         "k0: &k0 [1]\n" + "".join(f"k{n + 1}: &k{n + 1} [{', '.join([f'*k{n}'] * 9)}]\n" for n in range(9)),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.optim.lr_scheduler.polynomial_decay_schedule import PolynomialDecayLRSchedule
+from fairseq.optim.sgd import SGD
 from running import TINY_LM, Finished
 
 from smlp.fairseq_compat import plateaus
@@ -144,3 +147,28 @@ def test_annealing_goes_on_after_a_restart_within_an_epoch_and_between_two(runs)
     assert parts[0] | parts[1] | parts[2] == whole and len(whole) == sum(map(len, parts)) == 18
     first, second, third = (next(name for name in whole if int(name.split(":")[0]) == epoch) for epoch in (1, 2, 3))
     assert float(whole[first]) > float(whole[second]) > float(whole[third])
+
+
+@pytest.mark.parametrize(
+    ("rate", "epochs", "expected"),
+    [
+        (0.1, (3, 4), [0.04, 0.02]),  # the rest of the third epoch, and then from where the optimizer is
+        (0.1, (1, 3), [0.1, 0.02]),  # with --reset-dataloader
+        (0.2, (3,), [0.02]),  # with another --lr than that of the checkpoint
+    ],
+)
+def test_from_which_rate_an_epoch_goes_on(rate: float, epochs: tuple[int, ...], expected: list[float]) -> None:
+    given = Namespace(lr=[rate], momentum=0.0, weight_decay=0.0, force_anneal=2, warmup_updates=0)
+    vars(given).update(total_num_update=20, power=1.0, end_learning_rate=0.0)
+    optimizer = SGD(given, [torch.nn.Parameter(torch.zeros(1))])
+    schedule = PolynomialDecayLRSchedule(given, optimizer)
+    resumed = SimpleNamespace(lr_scheduler=schedule, lr_step_update=lambda: None)
+    found = {"from": 0.04, "lr": [0.1]}
+    plateaus._anneal_on(resumed, found, {"epoch": 3, "iterations_in_epoch": 2})
+    optimizer.set_lr(0.02)
+    begun = []
+    for epoch in epochs:
+        schedule.step_begin_epoch(epoch)
+        begun.append(schedule.lr)
+        optimizer.set_lr(0.02)
+    assert begun == expected

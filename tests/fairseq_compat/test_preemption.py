@@ -177,7 +177,7 @@ def test_before_the_first_update_a_signal_ends_the_process(runs) -> None:
         (
             {"no_save_optimizer_state": True},
             "checkpoint_last.pt",
-            "it has weights alone, from which the same command trains anew",
+            "the same command resumes from it, with updates counted from 0, for it has no optimizer state",
         ),
         ({}, "checkpoint_1_6.pt", "the same command resumes from it"),
         ({"finetune_from_model": "a.pt"}, "checkpoint_last.pt", "the same command resumes from it"),

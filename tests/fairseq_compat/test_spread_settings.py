@@ -89,19 +89,21 @@ def test_what_one_gpu_cannot_do(common, backend, has_cuda, message):
     flags = dict.fromkeys(("amp", "bf16", "fp16", "memory_efficient_bf16", "tpu"), False)
     distributed = {"ddp_backend": backend, "zero_sharding": "none", "cpu_offload": False}
     subsets = {"train_subset": "train", "valid_subset": "valid", "combine_valid_subsets": False}
+    kept = {"keep_interval_updates": -1, "keep_last_epochs": -1, "keep_best_checkpoints": -1}
+    checkpoint = SimpleNamespace(checkpoint_suffix="", write_checkpoints_asynchronously=False, **kept)
     config = SimpleNamespace(
         common=SimpleNamespace(**{**flags, **common}),
         distributed_training=SimpleNamespace(**distributed),
-        checkpoint=SimpleNamespace(checkpoint_suffix="", write_checkpoints_asynchronously=False),
+        checkpoint=checkpoint,
         dataset=SimpleNamespace(**subsets),
     )
     with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
         _check_devices(config, 1, has_cuda)
     if message is None:
-        config.checkpoint.write_checkpoints_asynchronously = True
+        checkpoint.write_checkpoints_asynchronously = True
         with pytest.raises(UserError, match="--write-checkpoints-asynchronously writes damaged checkpoints"):
             _check_devices(config, 1, has_cuda)
-        config.checkpoint.checkpoint_suffix = "-a(b"
+        checkpoint.checkpoint_suffix, checkpoint.keep_last_epochs = "-a(b", 2
         with pytest.raises(UserError, match=r"--checkpoint-suffix '-a\(b' holds \(, with which fairseq finds no"):
             _check_devices(config, 1, has_cuda)
 

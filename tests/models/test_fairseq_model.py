@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from running import USER_DIR, run_python
 
 import smlp
 from smlp.config.presets import PRESETS, from_training_options
-from smlp.fairseq_compat.changed_settings import changed_settings
+from smlp.fairseq_compat.changed_settings import changed_settings, compare_optimizers
 from smlp.models.fitting import check_fit
 
 pytestmark = pytest.mark.long
@@ -186,6 +187,21 @@ def test_other_settings_of_a_checkpoint_are_said(resumed, old_checkpoint, tiny_d
     (said,) = [line for line in (run.stdout + run.stderr).splitlines() if "the optimizer continues with" in line]
     assert "weight_decay=0.0" in said and "not with betas=(0.5, 0.6), weight_decay=0.7 from this command" in said
     assert "the optimizer continues with" not in second.stdout + second.stderr
+
+
+def test_what_an_optimizer_remembers_of_its_rate_is_no_setting(caplog):
+    """NAG keeps the rate of its last update beside its settings."""
+    group = {"lr": 0.2, "lr_old": 0.1, "momentum": 0.9}
+    checkpoint = SimpleNamespace(optimizer_overrides="{}")
+    trainer = SimpleNamespace(
+        cfg=SimpleNamespace(checkpoint=checkpoint),
+        optimizer=SimpleNamespace(param_groups=[group]),
+        is_data_parallel_master=True,
+    )
+    compare_optimizers("a.pt", trainer, {"lr_old": 0.3, "momentum": 0.9})
+    assert not caplog.messages
+    compare_optimizers("a.pt", trainer, {"lr_old": 0.3, "momentum": 0.8})
+    assert "continues with momentum=0.9 from a.pt, not with momentum=0.8" in caplog.text
 
 
 @pytest.mark.parametrize(
