@@ -157,7 +157,11 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", PLATEAU, "best"), lambda value: _is_number(value), "not a number"),
     (("extra_state", PLATEAU, "num_runs"), *_whole(0)),
     (("extra_state", PLATEAU, "num_bad_epochs"), *_whole(0)),
-    (("extra_state", PLATEAU, "annealed"), *_MAPPING),
+    (
+        ("extra_state", PLATEAU, "annealed"),
+        lambda value: isinstance(value, Mapping) and value.keys() == {"from", "lr"},
+        "not a rate with the --lr that it was made of",
+    ),
     (("extra_state", PLATEAU, "annealed", "from"), lambda value: isinstance(value, float) and value >= 0, "not a rate"),
     (("extra_state", PLATEAU, "annealed", "lr"), lambda value: isinstance(value, list), "not a list"),
 )

@@ -43,8 +43,8 @@ def restore_plateau(
         overrides: what replaces values of the optimizer. A rate among them stays as it is.
     """
     found = state.get(PLATEAU) or {}
-    if "annealed" in found and not resets_schedule:
-        _anneal_on(trainer, found["annealed"], state["train_iterator"])
+    if (annealed := found.get("annealed")) and not resets_schedule:
+        _anneal_on(trainer, annealed, state["train_iterator"])
     if found.get("of") != _measured(trainer.cfg):
         return
     stopping = _stopping()
