@@ -381,7 +381,10 @@ def test_moments_of_two_kinds_without_axes_are_no_error() -> None:
             )
             for v in (-1.0, float("inf"), True)
         ),
-        (lambda s: s["extra_state"]["smlp_plateau"].update(annealed={"from": 0.1}), ["not a rate with the --lr"]),
+        (
+            lambda s: s["extra_state"].update(smlp_plateau={"annealed": {"from": 0.1}}),
+            ["smlp_plateau.annealed is {'from': 0.1}, not a rate with the --lr"],
+        ),
         (lambda s: s["extra_state"].update(val_loss="x"), ["extra_state.val_loss is 'x', not a number"]),
         (lambda s: s["optimizer_history"].append({}), ["optimizer_history is {}, without the name of"]),
         (
