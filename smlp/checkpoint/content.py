@@ -135,11 +135,7 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", "dictionary"), *_MAPPING),
     (("extra_state", PLATEAU), *_MAPPING),
     (("optimizer_history", -1), lambda value: isinstance(value, Mapping), "not a dictionary"),
-    (
-        ("optimizer_history", -1),
-        lambda value: not isinstance(value, Mapping) or "criterion_name" in value,
-        "without the name of a criterion",
-    ),
+    (("optimizer_history", -1), lambda value: value != {}, "without the name of a criterion"),
     (("optimizer_history", -1, "criterion_name"), *_NAME),
     (("optimizer_history", -1, "optimizer_name"), *_NAME),
     (("optimizer_history", -1, "lr_scheduler_state"), *_MAPPING),
