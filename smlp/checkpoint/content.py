@@ -86,7 +86,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_step(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= value <= _MOST_STEPS
+    return _is_number(value) and 0 <= value <= _MOST_STEPS
 
 
 def _value(number: Any) -> Any:

@@ -92,11 +92,8 @@ def own_save_dir(cfg: Any, main: Callable[..., Any]) -> Iterator[None]:
     """
     save_dir = cfg.checkpoint.save_dir
     is_writer = _is_training(main) and not cfg.checkpoint.no_save and not cfg.distributed_training.distributed_rank
-    if not is_writer or "://" in save_dir:
-        yield
-        return
-    save_dir = os.path.join(os.getcwd(), save_dir)  # hydra changes the working folder from job to job
-    if save_dir in _own:
+    # hydra changes the working folder from job to job
+    if not is_writer or "://" in save_dir or (save_dir := os.path.join(os.getcwd(), save_dir)) in _own:
         yield
         return
     with locked(save_dir, "run", "--save-dir", ": give another one, or wait for that run to end"):
