@@ -247,7 +247,9 @@ class Reader(pickle._Unpickler):  # the C version allocates a memo as large as t
         **dict.fromkeys((pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0], pickle.BYTEARRAY8[0]), _refuse),
     }
 
-    def _tensor(self, storage: Storage, start: int, shape: Sequence[int], stride: Sequence[int], *_: Any) -> Any:
+    def _tensor(self, storage: Storage, start: int, shape: Sequence[int], stride: Sequence[int], *more: Any) -> Any:
+        if len(more) > 2 and more[2]:  # torch's metadata: the bytes hold the negative, or conjugate, of the values
+            raise Refused("a tensor that is stored as the negative or conjugate of its values")
         if not isinstance(storage, Storage) or len(shape) != len(stride) or len(shape) > _MOST_DIMS:
             raise Refused("a tensor without a shape")
         shape, stride = tuple(shape), tuple(stride)

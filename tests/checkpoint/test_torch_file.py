@@ -148,6 +148,7 @@ class Bomb:
         (lambda path: torch.save(Anything(), path), ["Anything", "not read"]),
         (lambda path: torch.save(os.system, path), ["system", "not read"]),
         (lambda path: torch.save(Bomb(), path), ["bytearray", "not read"]),
+        (lambda path: torch.save(torch._neg_view(torch.ones(2)), path), ["the negative or conjugate of its values"]),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, damage, words) -> None:
