@@ -303,9 +303,10 @@ def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> 
     finally:
         if lock in _held:  # a forked process does not hold it
             with contextlib.suppress(OSError):
-                os.unlink(folder / _LOCK)
-                if is_new:
-                    folder.rmdir()  # if nothing was written
+                if os.path.samestat(os.stat(folder / _LOCK), os.fstat(lock)):  # the folder may have been moved
+                    os.unlink(folder / _LOCK)
+                    if is_new:
+                        folder.rmdir()  # if nothing was written
             _held.remove(lock)
             os.close(lock)
 

@@ -132,6 +132,18 @@ def test_a_reason_without_a_number_is_said(tmp_path: Path) -> None:
         write_whole(tmp_path / "a.png", refuse)
 
 
+def test_a_folder_that_was_moved_leaves_the_lock_of_the_next(tmp_path: Path) -> None:
+    """The next is locked by another process, or under another name."""
+    with locked(tmp_path / "run", "run"):
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        (tmp_path / "run").mkdir()
+        later = locked(tmp_path / "run", "run")
+        later.__enter__()
+    assert is_locked(tmp_path / "run")
+    later.__exit__(None, None, None)
+    assert not is_locked(tmp_path / "run")
+
+
 def test_a_link_is_no_lock(tmp_path: Path) -> None:
     """What it leads to would be written over."""
     (tmp_path / "mine").write_text("something of value")

@@ -24,6 +24,7 @@ from smlp.files import NamedFile, plain_name
 ALGORITHMS = ("sha256", "sha1", "md5")
 _AGENT = f"smlp/{__version__} (smlp data fetch)"
 _CHUNK = 256 << 10
+_LENGTH = r"[0-9]{1,18}"  # of a file, as a server says it
 _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -196,7 +197,7 @@ def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int |
     """Return the file's length, if the answer says so, and whether it continues what is there."""
     status, have = response.status_code, partial.size
     if status in (206, 416):
-        span = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", response.headers.get("Content-Range", ""))
+        span = re.fullmatch(rf"bytes (?:({_LENGTH})-\d+|\*)/({_LENGTH})", response.headers.get("Content-Range", ""))
         old, new = partial.version(file.url), _version_of(response.headers)
         changed = bool(old and new and old != new)
         total = int(span[2]) if span else None
@@ -205,8 +206,8 @@ def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int |
         problem = "it changed on the server" if changed else "the server did not resume where it was asked to"
         raise _Passing(problem, lost=partial.discard())
     if status == 200:
-        length = response.headers.get("Content-Length", "")
-        return (int(length) if length.isdecimal() else None), False
+        length = re.fullmatch(_LENGTH, response.headers.get("Content-Length", ""))
+        return (int(length[0]) if length else None), False
     problem = f"the server answers {status} {response.reason}".rstrip()
     if status in _TRY_AGAIN:
         raise _Passing(problem, _seconds(response.headers.get("Retry-After", "")))

@@ -19,6 +19,7 @@ from smlp.errors import UserError
 
 KEPT = "listing.json"
 _OWN_NAMES = (KEPT, "shards.json")
+_OWN_ENDING = re.compile(r"\.((partial|request)(\.json)?)$")  # of files beside one that is downloaded or read
 _DATE_LINK = re.compile(r'href="(\d{4}-?\d{2}-?\d{2})/?"')
 _NAME_BYTES = 200  # of a file's name; file systems allow 255, with what is added while a file is written
 _MONTH = re.compile(r"(\d{4})-(0[1-9]|1[0-2])")
@@ -188,7 +189,7 @@ def _base_name(url: str) -> str:
     name = unquote(path).rstrip("/").rpartition("/")[2].replace("\0", "")
     if name in _OWN_NAMES or name.startswith("."):  # files of smlp data fetch itself, and files that later steps skip
         return f"file-{name}" if name.strip(".") else "index"
-    return name or "index"
+    return _OWN_ENDING.sub(r"-\1", name) or "index"
 
 
 def _cut(name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -174,10 +173,9 @@ class RunFolder:
 
     def drop_checkpoints(self, keep_last: bool) -> None:
         """Remove checkpoints that are no longer needed, with the experts that are spread over files of their own."""
-        for path in self.path.glob("checkpoint*"):
-            if keep_last and path.name.startswith("checkpoint_last"):
-                continue
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in self.path.glob("checkpoint*.pt"):
+            if not path.is_dir() and not (keep_last and path.name.startswith("checkpoint_last")):
+                path.unlink()
         remove_unused_parts(self.path)
 
 

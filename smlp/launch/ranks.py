@@ -97,6 +97,8 @@ def _from_srun(environ: Mapping[str, str], tasks: Tasks, port: int) -> Place:
     if port <= 0:
         has_port = "MASTER_PORT" in environ
         port = _number(environ, "MASTER_PORT") if has_port else port_of(tasks.job_id, tasks.step_id)
+    if ":" in host and not host.startswith("["):  # an IPv6 address
+        host = f"[{host}]"
     one_each = set(tasks.tasks_per_node) == {1}
     return Place(
         launcher="srun",

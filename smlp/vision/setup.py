@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import math
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ import timm.utils
 import torch
 import yaml
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.models import resume_checkpoint, safe_model_name
+from timm.models import resume_checkpoint
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler_factory import scheduler_kwargs
@@ -60,7 +61,8 @@ def run_folder(args: Namespace) -> Path:
     if args.resume and args.experiment is None and args.output is None:
         folder = Path(args.resume).resolve().parent  # not that of a link to it
     else:
-        name = args.experiment or f"{safe_model_name(args.model)}-{args.img_size or 'default'}-{args.seed}"
+        model = re.sub(r"\W", "_", args.model)
+        name = args.experiment or f"{model}-{args.img_size or 'default'}-{args.seed}"
         folder = Path(args.output or "output/train") / name
     held = next((file for file in (*checkpoints_in(folder), folder / SUMMARY) if file.exists()), None)
     if args.rank == 0 and held is not None and not (args.resume and _continues(args.resume, held)):

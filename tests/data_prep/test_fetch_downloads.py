@@ -126,6 +126,19 @@ def test_a_server_that_ignores_if_range_is_found_out(server, tmp_path):
     assert get(server, tmp_path) == new
 
 
+def test_a_length_that_cannot_be_is_not_believed(server, tmp_path):
+    class Length(int):
+        def __str__(self):
+            return "9" * 5000  # more digits than Python makes a number of
+
+    def endless(handler, content):
+        handler.answer(200, content, length=Length(len(content) + 1))
+        return True
+
+    server.faults["a.bin"] = endless
+    assert get(server, tmp_path) == CONTENT
+
+
 def test_without_ranges_it_begins_again(server, tmp_path):
     server.ranges = False
     server.faults["a.bin"] = first(1, cut_after(100_000))

@@ -166,10 +166,13 @@ def test_a_dry_run_says_what_stands_against_it(tmp_path, capsys, monkeypatch):
         ("listing.json", "file-listing.json"),
         ("shards.json", "file-shards.json"),
         (".state", "file-.state"),
+        ("a.warc.gz.partial", "a.warc.gz-partial"),
+        ("a.warc.gz.partial.json", "a.warc.gz-partial.json"),
+        ("a.warc.gz.request.json", "a.warc.gz-request.json"),
     ],
 )
 def test_names_of_a_server_stay_in_the_folder(path, name):
-    """Neither are they those of the files in which a list is kept."""
+    """Neither are they those of the files in which a list, or what is known of another file, is kept."""
     (file,) = named([RemoteFile(f"https://example.org/{path}", "")], "warc")
     assert file.name == name
 

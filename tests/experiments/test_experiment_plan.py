@@ -228,9 +228,11 @@ def test_checkpoints_of_a_run(tmp_path):
     run.update_state(state=DONE)
     for name in ("checkpoint_last.pt", "checkpoint_best.pt", "checkpoint_1_20.pt"):
         (run.path / name).write_text("x")
-    (run.path / "checkpoint_best.parts").mkdir()
+    (run.path / "checkpoint_notes").mkdir()  # of the user's
+    (run.path / "checkpoints").symlink_to(run.path / "checkpoint_notes")
+    others = ["checkpoint_notes", "checkpoints", "run.json"]
     run.drop_checkpoints(keep_last=True)
-    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoint_last.pt", "run.json"]
+    assert sorted(path.name for path in run.path.iterdir()) == sorted(["checkpoint_last.pt", *others])
     run.drop_checkpoints(keep_last=False)
-    assert [path.name for path in run.path.iterdir()] == ["run.json"]
+    assert sorted(path.name for path in run.path.iterdir()) == others
     assert json.loads(run.state_file.read_text())["state"] == DONE

@@ -73,6 +73,9 @@ def test_a_task_of_srun_is_a_rank() -> None:
     assert place.init_method == f"tcp://n1:{port_of(71, 0)}"
     assert place_of(LAST_TASK, port=1234).init_method == "tcp://n1:1234"
     assert place_of({**LAST_TASK, "MASTER_ADDR": "ib1", "MASTER_PORT": "5"}).init_method == "tcp://ib1:5"
+    for address in ("fe80::1", "[fe80::1]"):
+        ours = place_of({**LAST_TASK, "MASTER_ADDR": address, "MASTER_PORT": "5"})
+        assert ours.init_method == "tcp://[fe80::1]:5"
 
 
 @pytest.mark.parametrize("variables", [{}, BATCH_SCRIPT, ONE_TASK, INTERACTIVE_STEP, ALLOCATION])

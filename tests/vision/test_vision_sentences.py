@@ -278,6 +278,8 @@ def test_a_folder_that_holds_a_run(trained, whole, capsys):
     words = ("train", "--data-dir", whole, "--model", "smlp_mixer_tiny", *SMALL)
     line = sentence(capsys, *words, "--output", trained.parents[1], "--experiment", "run")
     assert f"continue it with --resume {trained}" in line
+    line = sentence(capsys, "train", "--data-dir", whole, "--model", "mine/none", "--output", whole.parent / "output")
+    assert "--model mine/none: timm has no such model" in line
     link = trained.parents[1] / "link.pth.tar"
     link.symlink_to(trained)
     resumed = argparse.Namespace(resume=str(link), experiment=None, output=None, rank=0)
