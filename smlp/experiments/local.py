@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import signal
 from collections import Counter
@@ -12,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.flow.streams import sha256_of
 from smlp.errors import UserError, last_line
 from smlp.evaluation.zeroshot.readers import READERS
 from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder
 from smlp.experiments.json_files import SCORES, read_json
-from smlp.experiments.plan import PlannedRun, launch_words, not_done, training_words
+from smlp.experiments.plan import PlannedRun, checksum, launch_words, not_done, training_words
 from smlp.experiments.processes import Chain, Ended, Step, run_chains
 from smlp.experiments.progress import Progress, TrainingPlan, reached
 from smlp.experiments.scores import updates_of
@@ -261,15 +259,9 @@ def _zeroshot_of(experiment: Experiment) -> dict[str, Any] | None:
     return {
         "data": str(wanted.zeroshot_data),
         "tasks": list(wanted.zeroshot_tasks),
-        "sha256": {str(path): _checksum(path, path.stat().st_mtime_ns) for path in files},
+        "sha256": {str(path): checksum(path, path.stat().st_mtime_ns) for path in files},
         "options": option_words(wanted.zeroshot_options),
     }
-
-
-@functools.cache
-def _checksum(path: Path, mtime_ns: int) -> str:
-    """Return the checksum of a file; it is read once for all runs, as long as it does not change."""
-    return sha256_of(path)
 
 
 def await_scores(experiment: Experiment, folder: Folder, runs: Sequence[PlannedRun], prefix: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.flow.streams import sha256_of
 from smlp.config import ModelConfig, flatten
 from smlp.config.ignored_settings import ignored_settings
 from smlp.config.presets import PRESETS, preset
@@ -77,12 +79,21 @@ class PlannedRun:
     def made_with(self, experiment: Experiment) -> dict[str, Any]:
         """Return what its weights depend on, besides what all runs of the experiment share."""
         recipe = {**experiment.recipe, **self.model.recipe, **self.recipe}
+        first = Path(str(recipe.get("finetune_from_model", "")))
+        if first.is_file():
+            recipe["finetune_from_model_sha256"] = checksum(first, first.stat().st_mtime_ns)
         return {"arch": self.model.arch, "seed": self.seed, "updates": self.updates, **self.model.overrides, **recipe}
 
     @property
     def name(self) -> str:
         """Return the name of the run in messages."""
         return Path(self.folder).name
+
+
+@functools.cache
+def checksum(path: Path, mtime_ns: int) -> str:
+    """Return the checksum of a file; it is read once for all runs, as long as it does not change."""
+    return sha256_of(path)
 
 
 def entries_of(experiment: Experiment, vocab_size: int) -> list[ModelEntry]:

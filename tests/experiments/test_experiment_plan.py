@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 from pathlib import Path
 
@@ -200,6 +201,23 @@ def test_a_run_with_weights_belongs_to_its_settings(tmp_path):
         run, made_with = runs(changed.replace(before, after))[1]
         with pytest.raises(UserError, match=message):
             folder.run(run.folder).claim(made_with)
+
+
+def test_a_run_with_weights_belongs_to_those_that_it_began_with(tmp_path):
+    first = tmp_path / "first.pt"
+    found = experiment(tmp_path, FILE.replace("lr: 2.0e-3", f"lr: 2.0e-3, finetune_from_model: {first}"))
+    run = main_runs(found, plan_models(found, VOCAB, configure), {})[0]
+    own = Folder(tmp_path / "out").run(run.folder)
+    own.claim(run.made_with(found))  # before there is a file
+    own.last_checkpoint().write_text("weights")
+    first.write_text("one")
+    own.claim(run.made_with(found))
+    first.write_text("another")
+    os.utime(first, (0, 0))  # even if it is written within a tick of the clock
+    with pytest.raises(UserError, match=r"was made with finetune_from_model_sha256 = .*, and .* now says"):
+        own.claim(run.made_with(found))
+    first.unlink()
+    own.claim(run.made_with(found))
 
 
 def test_a_grid_over_the_model_is_refused(tmp_path):
