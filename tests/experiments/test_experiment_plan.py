@@ -205,7 +205,7 @@ def test_a_run_with_weights_belongs_to_its_settings(tmp_path):
 
 def test_a_run_with_weights_belongs_to_those_that_it_began_with(tmp_path):
     first = tmp_path / "first.pt"
-    found = experiment(tmp_path, FILE.replace("lr: 2.0e-3", f"lr: 2.0e-3, finetune_from_model: {first}"))
+    found = experiment(tmp_path, FILE.replace("dropout: 0", f"dropout: 0, finetune_from_model: {first}"))
     run = main_runs(found, plan_models(found, VOCAB, configure), {})[0]
     own = Folder(tmp_path / "out").run(run.folder)
     own.claim(run.made_with(found))  # before there is a file
