@@ -124,10 +124,12 @@ def settle_ranks(cfg: Any) -> None:
             asked = distributed.distributed_world_size if is_given else None
             _take(distributed, place, asked, torch.cuda.device_count() if has_cuda else 0)
 
+    rank, world_size = distributed.distributed_rank, distributed.distributed_world_size
+    if not 0 <= rank < world_size:  # fairseq would let it train alone, as no writer
+        raise UserError(f"--distributed-rank is {rank} and {_WORLD_SIZE} {world_size}: ranks count from 0")
     if has_cuda:
         _check_spawning(distributed)
         return
-    world_size = distributed.distributed_world_size
     if distributed.distributed_init_method is None and world_size > 1:
         raise UserError(
             f"{_WORLD_SIZE} {world_size} needs {world_size} GPUs and there are none: on CPUs start the ranks with "

@@ -224,6 +224,7 @@ def test_evaluation_by_srun_stays_one_process_each(monkeypatch) -> None:
         (TORCHRUN, 0, {"distributed_world_size": 8}, "started 4 ranks, but --distributed-world-size says 8"),
         (TORCHRUN, 1, {}, "at least 2 ranks on a machine with 1 visible GPU: .* use CPUs"),
         ({}, 2, {"distributed_world_size": 16}, "16, but 2 GPUs are visible here: .* srun or torchrun"),
+        ({}, 0, {"distributed_rank": 1}, "--distributed-rank is 1 and --distributed-world-size 1: ranks count from 0"),
         ({}, 0, {"distributed_world_size": 2}, "2 needs 2 GPUs .* smlp train --nproc 2"),
     ],
 )
