@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -147,7 +148,11 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", "train_iterator", "num_shards"), *_whole(1)),
     (("extra_state", "train_iterator", "num_batches"), *_whole(1)),
     (("extra_state", "train_iterator", "seed"), *_whole(0, 1 << 33)),  # 32 bits, and an epoch may be added
-    (("extra_state", "previous_training_time"), lambda value: _is_number(value), "not a number"),
+    (
+        ("extra_state", "previous_training_time"),
+        lambda value: _is_number(value) and -1e7 < value < math.inf,  # below 0 where a clock was set back
+        "not a number of seconds",
+    ),
     (("extra_state", "best"), *_NUMBER_OR_NONE),
     (("extra_state", "val_loss"), *_NUMBER_OR_NONE),
     (("extra_state", PLATEAU, "best"), lambda value: _is_number(value), "not a number"),

@@ -74,7 +74,7 @@ class _SmlpModel(PreTrainedModel):
         for name, held, wanted in sorted(loading_info.mismatched_keys):
             raise ValueError(f"{name} has shape {tuple(held)} in the folder, and {tuple(wanted)} in the model")
         if any(weight.is_meta for weight in self.parameters()):
-            raise ValueError("device_map leaves weights on disk, and these models need them in memory")
+            raise ValueError("device_map leaves weights on disk or on meta, and these models need them in memory")
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """Return the embedding, which is the output matrix too."""
