@@ -405,6 +405,10 @@ def _resources(section: Section) -> Resources:
         tflops=section.number("tflops"),
         mfu=section.number("mfu"),
     )
+    for option in resources.sbatch:
+        name = option.partition("=")[0]  # which sbatch accepts shortened, too
+        if option[:2] in ("-a", "-o") or (len(name) > 3 and name in ("--array"[: len(name)], "--output"[: len(name)])):
+            raise section.error("sbatch", f"has {option}, which smlp compare sets itself: leave it out")
     if resources.device not in (None, "cpu", "gpu"):
         raise section.error("device", f"must be cpu or gpu, got {resources.device!r}")
     if resources.mfu is not None and resources.mfu > 1:

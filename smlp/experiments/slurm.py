@@ -133,8 +133,8 @@ def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None
     """
     resources = experiment.resources
     output = folder.path / "slurm" / "logs" / "%j.out"
-    options = [f"--dependency={dependency}"] if dependency else []
-    options += [f"--output={output}", *_threads(resources), *resources.sbatch]
+    options = [*_threads(resources), *resources.sbatch, f"--output={output}"]  # of one given twice, the last counts
+    options += [f"--dependency={dependency}"] if dependency else []
     options += ["--gres=gpu:1"] if resources.gpus_per_node else ["--gres=none"]
     scripts = scripts_folder()
     command = ["sbatch", "--parsable", *options, str(scripts / "score.sbatch")]

@@ -594,6 +594,24 @@ def test_jobs_of_a_cluster_have_cores_for_their_threads(planned, monkeypatch):
     assert given == [["--cpus-per-task=3", "--cpus-per-task=4"]] * 2, "the last one counts"
 
 
+def test_the_scoring_job_waits_for_the_training_whatever_that_waits_for(planned, monkeypatch):
+    text = CLUSTER.replace("gpus_per_node: 2", "gpus_per_node: 2, sbatch: [--dependency=afterok:5]")
+    experiment, models, folder = planned(text)
+    commands = []
+    monkeypatch.setattr(
+        slurm, "_run", lambda command, environment=None: commands.append(command) or "12\njob 12: 2 ranks"
+    )
+    slurm.submit(experiment, folder, "data-bin", tuning_runs(experiment, models), then_score=True)
+    last = [[word for word in command if word.startswith("--dependency")][-1] for command in commands]
+    assert last == ["--dependency=afterok:5", "--dependency=afterany:12"]
+
+
+@pytest.mark.parametrize("option", ["--array=1", "--arr=1", "-a1", "--output=x.out", "-o"])
+def test_options_of_sbatch_that_the_command_needs_itself_are_refused(planned, option):
+    with pytest.raises(UserError, match=f"sbatch has {option}, which smlp compare sets itself"):
+        planned(CLUSTER.replace("gpus_per_node: 2", f"gpus_per_node: 2, sbatch: [{option}]"))
+
+
 @pytest.mark.parametrize(
     ("queue", "states"),
     [
