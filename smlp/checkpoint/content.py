@@ -131,7 +131,7 @@ PLATEAU = "smlp_plateau"
 _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] = (
     (("optimizer_history",), lambda value: not value or isinstance(value, list), "not a list"),
     (("extra_state",), *_MAPPING),
-    (("extra_state", "train_iterator"), *_MAPPING),
+    (("extra_state", "train_iterator"), lambda value: isinstance(value, Mapping), "not a dictionary"),
     (("extra_state", "metrics"), *_MAPPING),
     (("extra_state", "dictionary"), *_MAPPING),
     (("extra_state", PLATEAU), *_MAPPING),

@@ -19,6 +19,9 @@ from torch import Tensor
 from smlp.ops.fast_paths import first_order_only, loses_by_rows, rows_of_logits
 
 
+_NO_INDEX = -(1 << 40)  # no target is ignored, as -100 is by torch's default
+
+
 def token_losses(logits: Tensor, target: Tensor, ignored: int | None = None) -> Tensor:
     """Return the negative natural log-likelihood of each target, in float32 or, of logits in float64, in float64.
 
@@ -37,7 +40,8 @@ def token_losses(logits: Tensor, target: Tensor, ignored: int | None = None) -> 
     if loses_by_rows(logits_NV):
         losses_N = _TokenLosses.apply(logits_NV, target_N)
     else:
-        losses_N = F.cross_entropy(logits_NV.to(_wide(logits.dtype)), target_N, reduction="none")
+        wide_NV = logits_NV.to(_wide(logits.dtype))
+        losses_N = F.cross_entropy(wide_NV, target_N, reduction="none", ignore_index=_NO_INDEX)
     if ignored is not None:
         losses_N = losses_N.masked_fill(is_ignored_N, 0.0)
     return losses_N.view(target.shape)

@@ -714,6 +714,7 @@ def test_integers_are_no_weights(whole: Path, dtype) -> None:
     [
         (["optimizer_history", -1], None, "optimizer_history is None, not a dictionary"),
         (["optimizer_history", -1, "num_updates"], 2**70, "num_updates is 1180591620717411303424, but must be"),
+        (["extra_state", "train_iterator"], None, "train_iterator is None, not a dictionary"),
         (["extra_state", "train_iterator", "epoch"], 10**15, "epoch is 1000000000000000, but must be"),
         (["extra_state", "previous_training_time"], "long", "previous_training_time is 'long', not a number of sec"),
         (["extra_state", "previous_training_time"], float("nan"), "previous_training_time is nan, not a number of sec"),

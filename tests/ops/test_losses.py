@@ -70,6 +70,14 @@ def test_targets_that_do_not_count_may_be_no_ids(is_fast, monkeypatch):
             assert_same(token_losses(logits, target, ignored), want, [logits], tolerance=EXACT)
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_target_that_is_no_id_counts_as_an_error(is_fast):
+    logits, target = drawn(3, 4)
+    target[1, 2] = -100  # which torch's cross entropy ignores by default
+    with contextlib.nullcontext() if is_fast else reference_ops(), pytest.raises((RuntimeError, IndexError)):
+        token_losses(logits, target)
+
+
 def test_only_the_logits_are_kept():
     logits, target = drawn(6, vocabulary=50)
     kept = []
