@@ -18,7 +18,6 @@ from torch import Tensor
 
 from smlp.ops.fast_paths import first_order_only, loses_by_rows, rows_of_logits
 
-
 _NO_INDEX = -(1 << 40)  # no target is ignored, as -100 is by torch's default
 
 
