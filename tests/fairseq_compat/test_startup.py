@@ -5,6 +5,9 @@ import platform
 import pytest
 from running import run_python
 
+from smlp.errors import UserError
+from smlp.fairseq_compat.command_line import load_plugin
+
 IMPORTS = """
 import sys
 from smlp.fairseq_compat.command_line import load_plugin
@@ -92,3 +95,10 @@ def test_new_tensors_take_the_place_of_old_ones(before, kept):
     word, faults = done.stdout.split()
     assert word == str(kept)
     assert (int(faults) < 50) == kept, faults
+
+
+@pytest.mark.parametrize("value", ["", "abc", "-1", "1.5"])
+def test_a_number_that_fairseq_reads_when_it_is_imported(value, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", value)
+    with pytest.raises(UserError, match=f"LOCAL_RANK is '{value}', not a number from 0"):
+        load_plugin()
