@@ -35,9 +35,7 @@ def load_plugin() -> None:
 
     local_rank = os.environ.get("LOCAL_RANK", "0")
     if not local_rank.isdecimal():
-        raise UserError(
-            f"LOCAL_RANK is {local_rank!r:.60}, not a number from 0: unset it, or start the ranks with torchrun"
-        )
+        raise UserError(f"LOCAL_RANK is {local_rank!r:.60}, not a number from 0: unset it, or start with torchrun")
     quiet_known_warnings()  # must precede the import of fairseq, which also warns
     with without_unused_imports():
         import fairseq  # noqa: F401
