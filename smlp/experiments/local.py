@@ -127,6 +127,11 @@ class TrainingChain(Chain):
         if "state" not in changes and (result.status != 0 or changes.get("trained") is False):
             output = self.folder.output
             last = last_line(output.read_text(errors="replace")) if output.is_file() else f"{output} has been removed"
+            if result.status == 0 and _updates_of_checkpoint(self.folder) >= self.plan.updates:
+                last = (
+                    f"{self.folder.log} lacks its end, which is lost if a machine stops at that moment: remove "
+                    f"{self.folder.path} to train it again"
+                )
             self.fail(result.step.name, f"failed with status {result.status}: {last}")
 
     def missing(self) -> str | None:
@@ -223,12 +228,15 @@ def is_trained(run: RunFolder, updates: int) -> bool:
     """
     if run.state().get("trained"):
         return True
-    if reached(run.log).updates < updates:  # cheaper to read than a checkpoint
-        return False
+    # the log is cheaper to read than a checkpoint
+    return reached(run.log).updates >= updates and _updates_of_checkpoint(run) >= updates
+
+
+def _updates_of_checkpoint(run: RunFolder) -> int:
     try:
-        return updates_of(run.last_checkpoint()) >= updates
+        return updates_of(run.last_checkpoint())
     except UserError:  # the training will report the problem
-        return False
+        return 0
 
 
 def what_is_not_scored(experiment: Experiment, run: RunFolder, prefix: int) -> str | None:

@@ -209,7 +209,7 @@ def test_what_a_run_gets_of_a_machine(planned, monkeypatch):
             machine(place, gpus)
 
 
-def test_what_is_left_of_a_run(planned, capsys):
+def test_what_is_left_of_a_run(planned, monkeypatch, capsys):
     experiment, models, folder = planned()
     run = main_runs(experiment, models, {"a": 0.001})[0]
     progress = Progress(folder, [run])
@@ -239,6 +239,11 @@ def test_what_is_left_of_a_run(planned, capsys):
     third.ended(Ended(third.next_step(0), 0, 1.0, 100.0, 0.0))
     assert own.state()["message"].startswith("train failed with status 0"), "the log says 40 of 100 updates"
     third = chain()
+    with monkeypatch.context() as lost:
+        lost.setattr(local, "updates_of", lambda checkpoint: 100)
+        third.ended(Ended(third.next_step(0), 0, 1.0, 100.0, 0.0))
+    assert "train.log lacks its end, " in own.state()["message"] and str(own.path) in own.state()["message"]
+    third = chain()
     third.ended(Ended(third.next_step(0), 143, 1.0, 100.0, 0.0, is_stopping=True))
     assert own.state()["state"] == STOPPED
     log(own, 100, train=5.0)
@@ -258,8 +263,8 @@ def test_what_is_left_of_a_run(planned, capsys):
     log(own, 100, valid=3.0)
     assert third.next_step(0) is None
     assert own.state()["state"] == DONE
-    assert [attempt["status"] for attempt in own.state()["attempts"]] == [1, 1, 75, 0, 143, 0]
-    assert "a-s1: done in 13 s, validation perplexity 8.00 per token" in capsys.readouterr().out
+    assert [attempt["status"] for attempt in own.state()["attempts"]] == [1, 1, 75, 0, 0, 143, 0]
+    assert "a-s1: done in 14 s, validation perplexity 8.00 per token" in capsys.readouterr().out
     assert chain().next_step(0) is None, "nothing is done twice"
 
 
