@@ -150,7 +150,8 @@ _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] 
     (("extra_state", "train_iterator", "seed"), *_whole(0, 1 << 33)),  # 32 bits, and an epoch may be added
     (
         ("extra_state", "previous_training_time"),
-        lambda value: _is_number(value) and -1e7 < value < math.inf,  # below 0 where a clock was set back
+        # a tensor with several ranks; below 0 where a clock was set back
+        lambda value: _is_number(value) and -1e7 < _value(value) < math.inf,
         "not a number of seconds",
     ),
     (("extra_state", "best"), *_NUMBER_OR_NONE),

@@ -35,6 +35,7 @@ from smlp.checkpoint.torch_file import (
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 from smlp.fairseq_compat.divergence import damaged_weights
+from smlp.fairseq_compat.plateaus import forget_validations
 from smlp.fairseq_compat.replacing import replacing
 from smlp.fairseq_compat.saving import remove_leftovers
 from smlp.fairseq_compat.stopping import DEFAULT_RESTORE_FILE, leave_if_done, without_suffix
@@ -114,6 +115,7 @@ def apply() -> None:
 
     @replacing(checkpoint_utils, "load_checkpoint")
     def load_checkpoint(resume: Any, cfg: Any, trainer: Any, **kw: Any) -> Any:
+        forget_validations()
         path = check_restore_file(cfg, trainer)
         data = getattr(trainer.cfg.task, "data", None)
         if path is not None and data:

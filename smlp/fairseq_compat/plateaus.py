@@ -62,6 +62,15 @@ def restore_plateau(
             trainer.optimizer.set_lr(rate)
 
 
+def forget_validations() -> None:
+    """Forget the validations of another training in this process, such as the job before in a multirun of hydra."""
+    from fairseq import checkpoint_utils
+
+    for function in (checkpoint_utils.save_checkpoint, _stopping()):
+        for name in ("best", "num_runs"):
+            getattr(function, "__dict__", {}).pop(name, None)
+
+
 def validations_in_vain() -> int:
     """Return how many of the last validations were no better than one before, as ``--patience`` counts them."""
     return getattr(_stopping(), "num_runs", 0)

@@ -56,8 +56,19 @@ def apply() -> None:
     if train is None or not HydraConfig.initialized():
         return
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra would print part of a traceback and exit
+    from fairseq.dataclass import utils
+
     until_exit = ExitStack()
     atexit.register(until_exit.close)
+
+    @replacing(utils, "merge_with_parent")
+    def merge_untyped(merge_with_parent: Any, dataclass: Any, cfg: Any, *args: Any, **kw: Any) -> Any:
+        # In the second job of a multirun, a part whose name is one of ours still has the type of fairseq's default,
+        # such as cross_entropy, and this package is there already.
+        if OmegaConf.get_type(cfg) is not dict:
+            parent, cfg = cfg._get_parent(), OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
+            cfg._set_parent(parent)
+        return merge_with_parent(dataclass, cfg, *args, **kw)
 
     @replacing(train, "add_defaults")
     def checked_add_defaults(add_defaults: Any, cfg: Any) -> None:

@@ -718,6 +718,7 @@ def test_integers_are_no_weights(whole: Path, dtype) -> None:
         (["extra_state", "train_iterator", "epoch"], 10**15, "epoch is 1000000000000000, but must be"),
         (["extra_state", "previous_training_time"], "long", "previous_training_time is 'long', not a number of sec"),
         (["extra_state", "previous_training_time"], float("nan"), "previous_training_time is nan, not a number of sec"),
+        (["extra_state", "previous_training_time"], torch.tensor(torch.nan), "previous_training_time is "),
         (["extra_state", "previous_training_time"], -1e12, "previous_training_time is -1000000000000.0, not a"),
         (["last_optimizer_state", "state"], {"a": {}}, "optimizer state is not stored by parameter"),
         (["last_optimizer_state", "state", 0, "step"], -5, "step of parameter 0 is -5, not a number from 0 to"),
@@ -729,3 +730,10 @@ def test_a_position_in_training_that_cannot_be_is_named(whole: Path, tmp_path: P
     torch.save(state, whole)
     assert said in refused(capsys, "merge", whole, "-o", tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_the_time_of_training_is_a_tensor_with_several_ranks(whole: Path) -> None:
+    state = content(whole)
+    state["extra_state"]["previous_training_time"] = torch.tensor(-2.5, dtype=torch.float64)
+    torch.save(state, whole)
+    assert command("verify", whole) == 0

@@ -696,6 +696,23 @@ def test_two_runs_of_hydra_need_a_save_dir_each(tiny_data, tmp_path, run_fairseq
     assert not (tmp_path / "save" / ".lock").exists()
 
 
+@pytest.mark.slow
+def test_jobs_of_hydra_are_trainings_of_their_own(tiny_data, tmp_path, run_fairseq_many) -> None:
+    """The second has another criterion than fairseq's default, too, and is worse than the first."""
+    words = HYDRA.format(user_dir=USER_DIR, data=tiny_data).replace("no_save=true", "save_dir=save").split()
+    words = [word for word in words if not word.startswith(("optimization.lr", "criterion"))]
+    words += [
+        "+model.num_experts=2",
+        "criterion._name=moe_cross_entropy",
+        "optimization.lr=[0.1],[1e-9]",
+        "dataset.num_workers=0",
+    ]
+    words = ["-m", *words, f"hydra.sweep.dir={tmp_path}/jobs"]
+    (run,) = run_fairseq_many([{"tool": "hydra_train", "args": words, "folder": str(tmp_path)}])
+    assert run.rc == 0, str(run)
+    assert len(list((tmp_path / "jobs").glob("*/save/checkpoint_best.pt"))) == 2
+
+
 def test_what_would_take_memory_is_not_read_at_all(tmp_path: Path) -> None:
     """Not even by torch, whose ``weights_only`` allows it."""
     path = save(tmp_path, "base_lm_tiny")

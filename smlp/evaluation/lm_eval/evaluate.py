@@ -100,7 +100,8 @@ def evaluate(
         )
         paths = [folder] if include_path is None else [folder, str(include_path)]
         manager = _tasks_in(paths, include_defaults=False)
-        if not set(tasks) <= set(manager.all_tasks):  # its own tasks are thousands of files
+        # the harness' own tasks are thousands of files; a group may name some of them
+        if not set(tasks) <= set(manager.all_tasks) - set(manager.all_groups):
             manager = _tasks_in(paths, include_defaults=True)
         unknown = sorted(set(tasks) - set(manager.all_tasks))
         if unknown:
