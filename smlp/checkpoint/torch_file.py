@@ -221,8 +221,9 @@ def write_torch_file(file: BinaryIO, content: Any) -> None:
     pickler = _Writer(buffer)
     pickler.dump(content)
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(f"{_FOLDER}/data.pkl", buffer.getvalue())
-        archive.writestr(f"{_FOLDER}/byteorder", sys.byteorder)
+        # every record has ZipInfo's date: that of the clock may be one that the format does not have
+        archive.writestr(zipfile.ZipInfo(f"{_FOLDER}/data.pkl"), buffer.getvalue())
+        archive.writestr(zipfile.ZipInfo(f"{_FOLDER}/byteorder"), sys.byteorder)
         for number, tensor in enumerate(pickler.tensors):
             record = zipfile.ZipInfo(f"{_FOLDER}/data/{number}")
             record.file_size = tensor.num_bytes
@@ -230,7 +231,7 @@ def write_torch_file(file: BinaryIO, content: Any) -> None:
             with archive.open(record, "w") as out:
                 for piece in tensor.pieces():
                     out.write(as_bytes(piece))
-        archive.writestr(f"{_FOLDER}/version", "3\n")
+        archive.writestr(zipfile.ZipInfo(f"{_FOLDER}/version"), "3\n")
 
 
 def _padding(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bytes:

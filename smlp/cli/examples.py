@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from smlp.errors import UserError
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     kept, written = [], 0
     for path in wanted:
         copy = target / path.relative_to(source)
-        if copy.exists():
+        if os.path.lexists(copy):
             kept += [copy] if not copy.is_file() or copy.read_bytes() != path.read_bytes() else []
             continue
         try:

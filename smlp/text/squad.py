@@ -8,6 +8,7 @@ Letters: ``C`` contexts, ``Q`` questions, ``N`` tokens of all contexts, ``M`` of
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import string
@@ -104,6 +105,15 @@ class SquadSplit:
         for name, shape in shapes.items():
             if getattr(self, name).shape != shape:
                 raise ValueError(f"{name} has shape {getattr(self, name).shape}, not {shape}")
+        for name in _ARRAYS:
+            if getattr(self, name).dtype.kind not in "iu":
+                raise ValueError(f"{name} has type {getattr(self, name).dtype}, not whole numbers")
+        if not all(isinstance(text, str) for text in (*self.contexts, *self.ids, *itertools.chain(*self.answers))):
+            raise ValueError("a context, an id or an answer is no text")
+        if not all(isinstance(texts, list) for texts in self.answers):
+            raise ValueError("the answers of a question are no list")
+        if len(set(self.ids)) < num_questions:
+            raise ValueError("two questions have one id")
         for name in ("context", "question"):
             tokens, starts = getattr(self, f"{name}_tokens"), getattr(self, f"{name}_starts")
             if starts[0] or starts[-1] != len(tokens) or np.any(np.diff(starts) < 1):
@@ -115,6 +125,11 @@ class SquadSplit:
             raise ValueError(f"there are {num_contexts} contexts, but a question has another one")
         if np.any((self.answer_tokens < NO_ANSWER) | (self.answer_tokens >= lengths[self.context_of_question, None])):
             raise ValueError("an answer ends outside of its context")
+        first, last = self.answer_tokens.T
+        if np.any((first > last) | ((first == NO_ANSWER) != (last == NO_ANSWER))):
+            raise ValueError("an answer ends before it begins")
+        if np.any(self.offsets.max(axis=1) > np.repeat([len(text) for text in self.contexts], lengths)):
+            raise ValueError("a token lies outside of its context")
         if len(self.answers) != num_questions or not num_questions:
             raise ValueError(f"{num_questions} ids, {len(self.answers)} answers")
 

@@ -79,6 +79,10 @@ def test_a_split_comes_back_from_its_files(tmp_path):
         (100, "valid.npz", (tmp_path / "valid.npz").read_bytes()[:900]),
         (100, "valid.json", b'{"contexts": []}'),
         (100, "valid.json", json.dumps({**files["json"], "ids": ["q0"]}).encode()),
+        (100, "valid.json", json.dumps({**files["json"], "ids": ["q0", "q0"]}).encode()),
+        (100, "valid.json", json.dumps({**files["json"], "ids": ["q0", {}]}).encode()),
+        (100, "valid.json", json.dumps({**files["json"], "answers": ["cd", []]}).encode()),
+        (100, "valid.json", json.dumps({**files["json"], "contexts": [3] * len(split.contexts)}).encode()),
     ):
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}
         if name:
@@ -87,7 +91,12 @@ def test_a_split_comes_back_from_its_files(tmp_path):
             SquadSplit.load(tmp_path, "valid", vocab_size)
         for path, old in before.items():
             path.write_bytes(old)
-    for name, value in (("context_of_question", [0, 5]), ("context_of_question", [0, -1]), ("answer_tokens", None)):
+    changed = (
+        *(("context_of_question", [0, 5]), ("context_of_question", [0, -1]), ("context_of_question", [0.0, 1.0])),
+        *(("answer_tokens", None), ("answer_tokens", [[1, 0], [-1, -1]]), ("answer_tokens", [[-1, 1], [-1, -1]])),
+        ("offsets", None),
+    )
+    for name, value in changed:
         arrays = {**files["npz"], name: np.array(value)} if value else {**files["npz"], name: files["npz"][name] + 90}
         np.savez(tmp_path / "valid.npz", **arrays)
         with pytest.raises(UserError, match="are damaged, or not from"):
