@@ -93,6 +93,14 @@ def test_torch_reads_what_is_written_piece_by_piece(tmp_path: Path, pieces, can_
         assert all(t.data_ptr() % 64 == 0 for t in loaded.values() if isinstance(t, torch.Tensor) and mapped)
 
 
+def test_no_date_is_written(tmp_path: Path, monkeypatch) -> None:
+    """A clock that was never set is at 1970, where files of this format cannot be from."""
+    monkeypatch.setattr(zipfile.time, "time", lambda: 0.0)
+    with open(tmp_path / "file.pt", "wb") as file:
+        write_torch_file(file, CONTENT)
+    assert {record.date_time for record in zipfile.ZipFile(tmp_path / "file.pt").infolist()} == {(1980, 1, 1, 0, 0, 0)}
+
+
 def test_what_torch_writes_is_read_piece_by_piece(tmp_path: Path, pieces) -> None:
     path = tmp_path / "file.pt"
     torch.save(CONTENT, path)

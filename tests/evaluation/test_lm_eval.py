@@ -445,6 +445,18 @@ def test_a_definition_that_is_no_yaml_is_named(path, tmp_path, monkeypatch, caps
     assert f"{tmp_path}/mine.yaml cannot be read: mapping values are not allowed here" in error and "line 2" in error
 
 
+def test_a_group_may_name_tasks_of_the_harness(path, tmp_path, monkeypatch, capsys):
+    """The harness would take their names for tasks that are defined in the group."""
+    module = importlib.import_module("smlp.evaluation.lm_eval.evaluate")
+    read, asked = module._tasks_in, []
+    monkeypatch.setattr(
+        module, "_tasks_in", lambda paths, include_defaults: asked.append(include_defaults) or read(paths, False)
+    )
+    (tmp_path / "mixed.yaml").write_text("group: mixed\ntask: [piqa]\n")
+    assert lm_eval(path, "--tasks", "mixed", "--include-path", tmp_path) == 1  # its own are thousands, not read here
+    assert asked == [False, True]
+
+
 def test_files_that_the_harness_cannot_read_are_one_sentence(path, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("no JSON\n")
     definition = {

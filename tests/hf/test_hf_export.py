@@ -295,6 +295,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
         (smlp.hf.SmlpForCausalLM, "save_pretrained", lambda model: SafetensorError("no space left")),
         (PreTrainedTokenizerFast, "save_pretrained", lambda tokens: Exception("no space left (os error 28)")),
         (Path, "write_text", lambda path: OSError(28, "no space left", str(path))),
+        (Path, "write_text", lambda path: OSError(28, "no space left")),
     ):
         with monkeypatch.context() as full:
             full.setattr(kind, method, lambda self, *args, error=error, **kw: raises(error(self)))
