@@ -20,6 +20,8 @@ from smlp.files import is_locked, locked
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
 #: environment variables that affect training
 _OWN_VARIABLES = (plugins.VARIABLE, "SMLP_REFERENCE_OPS", "PYTHONPATH")
+#: end of the names of checksums in what a run is made with
+_CHECKSUM = "_sha256"
 #: settings that must be the same for all runs of a folder
 _SHARED = (
     *("updates", "tokens_per_update", "tokens_per_sample", "batch_size", "update_freq", "tuned_option", "data_sha256"),
@@ -164,8 +166,11 @@ class RunFolder:
             UserError: as :meth:`check`.
         """
         self.check(made_with)
-        if self.state().get("made_with") != _plain(made_with):
-            self.update_state(made_with=_plain(made_with))
+        before, after = self.state().get("made_with"), _plain(made_with)
+        if before is not None and self.is_begun:  # the checksum of a file that is gone still counts for the next
+            after = {key: before[key] for key in before if key.endswith(_CHECKSUM)} | after
+        if before != after:
+            self.update_state(made_with=after)
 
     def last_checkpoint(self) -> Path:
         """Return the path of the checkpoint from the end of the budget, or from where the run was stopped."""
@@ -173,7 +178,7 @@ class RunFolder:
 
     def drop_checkpoints(self, keep_last: bool) -> None:
         """Remove checkpoints that are no longer needed, with the experts that are spread over files of their own."""
-        for path in self.path.glob("checkpoint*.pt"):
+        for path in [*self.path.glob("checkpoint*.pt"), *self.path.glob("checkpoint*.pt*.tmp")]:
             if not path.is_dir() and not (keep_last and path.name.startswith("checkpoint_last")):
                 path.unlink()
         remove_unused_parts(self.path)
@@ -186,7 +191,7 @@ def check_made_with(folder: Path, before: dict[str, Any], made_with: dict[str, A
         UserError: the message names the first setting that differs.
     """
     for key in {**before, **made_with}:
-        if key.endswith("_sha256") and (before.get(key) is None or made_with.get(key) is None):
+        if key.endswith(_CHECKSUM) and (before.get(key) is None or made_with.get(key) is None):
             continue  # of a file that is gone, or a record of an earlier version
         _check_same(folder, key, number_in(before.get(key)), number_in(made_with.get(key)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -80,7 +81,7 @@ class PlannedRun:
         """Return what its weights depend on, besides what all runs of the experiment share."""
         recipe = {**experiment.recipe, **self.model.recipe, **self.recipe}
         first = Path(str(recipe.get("finetune_from_model", "")))
-        if first.is_file():
+        if os.path.isfile(first):  # which is false of a name that cannot be, too
             recipe["finetune_from_model_sha256"] = checksum(first, first.stat().st_mtime_ns)
         return {"arch": self.model.arch, "seed": self.seed, "updates": self.updates, **self.model.overrides, **recipe}
 

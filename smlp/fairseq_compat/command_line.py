@@ -28,14 +28,18 @@ def load_plugin() -> None:
     fairseq scans a plug-in's folders only if it imports the package itself; here the package is imported already.
 
     Raises:
-        UserError: LOCAL_RANK, which fairseq reads when it is imported, is no number from 0.
+        UserError: LOCAL_RANK, which fairseq reads when it is imported, is no number.
     """
     from smlp.fairseq_compat.logs import quiet_known_warnings
     from smlp.fairseq_compat.startup import without_unused_imports
 
     local_rank = os.environ.get("LOCAL_RANK", "0")
-    if not local_rank.isdecimal():
-        raise UserError(f"LOCAL_RANK is {local_rank!r:.60}, not a number from 0: unset it, or start with torchrun")
+    try:
+        int(local_rank)
+    except ValueError:
+        raise UserError(
+            f"LOCAL_RANK is {local_rank!r:.60}, not a number: unset it, or start the ranks with torchrun"
+        ) from None
     quiet_known_warnings()  # must precede the import of fairseq, which also warns
     with without_unused_imports():
         import fairseq  # noqa: F401

@@ -218,6 +218,9 @@ def test_a_run_with_weights_belongs_to_those_that_it_began_with(tmp_path):
         own.claim(run.made_with(found))
     first.unlink()
     own.claim(run.made_with(found))
+    first.write_text("a third")
+    with pytest.raises(UserError, match="finetune_from_model_sha256"):
+        own.claim(run.made_with(found))
 
 
 def test_a_grid_over_the_model_is_refused(tmp_path):
@@ -246,6 +249,7 @@ def test_checkpoints_of_a_run(tmp_path):
     run.update_state(state=DONE)
     for name in ("checkpoint_last.pt", "checkpoint_best.pt", "checkpoint_1_20.pt"):
         (run.path / name).write_text("x")
+    (run.path / "checkpoint_2_40.pt.host.7.tmp").write_text("x")  # of a killed process
     (run.path / "checkpoint_notes").mkdir()  # of the user's
     (run.path / "checkpoints").symlink_to(run.path / "checkpoint_notes")
     others = ["checkpoint_notes", "checkpoints", "run.json"]

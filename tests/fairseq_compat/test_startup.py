@@ -97,8 +97,8 @@ def test_new_tensors_take_the_place_of_old_ones(before, kept):
     assert (int(faults) < 50) == kept, faults
 
 
-@pytest.mark.parametrize("value", ["", "abc", "-1", "1.5"])
+@pytest.mark.parametrize("value", ["", "abc", "1.5"])
 def test_a_number_that_fairseq_reads_when_it_is_imported(value, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", value)
-    with pytest.raises(UserError, match=f"LOCAL_RANK is '{value}', not a number from 0"):
+    with pytest.raises(UserError, match=f"LOCAL_RANK is '{value}', not a number"):
         load_plugin()
