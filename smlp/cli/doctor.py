@@ -22,6 +22,7 @@ from smlp.cli.json_file import check_outputs, write_json
 from smlp.cli.numbers import MOST_PROCESSES, whole
 from smlp.errors import UserError
 from smlp.launch.machine import num_cores
+from smlp.launch.ranks import check_local_rank
 
 DESCRIPTION = (
     "Checks versions, devices, speed, fairseq and this plug-in. With --parallel, checks whether several ranks work "
@@ -115,8 +116,13 @@ def machine_checks() -> Iterator[Check]:
         yield compare_version(package, _installed(package), oldest, newest, remedy=INSTALL)
     for check in (check_devices, check_threads, check_speed):
         yield from _guarded(check, "torch does not work", INSTALL)
-    for check in (check_fairseq, check_plugin, check_compiled):
-        yield from _guarded(check, "fairseq does not work", INSTALL)
+    try:
+        check_local_rank(os.environ)
+    except UserError as error:
+        yield Check("fairseq import", PROBLEM, str(error), "unset LOCAL_RANK")
+    else:
+        for check in (check_fairseq, check_plugin, check_compiled):
+            yield from _guarded(check, "fairseq does not work", INSTALL)
     yield check_disk()
 
 

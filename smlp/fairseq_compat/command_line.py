@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import smlp
 from smlp.errors import UserError
 from smlp.fairseq_compat.arguments import option_value
+from smlp.launch.ranks import check_local_rank
 
 
 def package_dir() -> str:
@@ -33,13 +34,7 @@ def load_plugin() -> None:
     from smlp.fairseq_compat.logs import quiet_known_warnings
     from smlp.fairseq_compat.startup import without_unused_imports
 
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    try:
-        int(local_rank)
-    except ValueError:
-        raise UserError(
-            f"LOCAL_RANK is {local_rank!r:.60}, not a number: unset it, or start the ranks with torchrun"
-        ) from None
+    check_local_rank(os.environ)
     quiet_known_warnings()  # must precede the import of fairseq, which also warns
     with without_unused_imports():
         import fairseq  # noqa: F401

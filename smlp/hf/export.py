@@ -100,7 +100,7 @@ def write_folder(
         if isinstance(error, safetensors.SafetensorError) or (type(error) is Exception and "os error" in str(error)):
             raise UserError(f"{folder} cannot be written: {error}") from error
         if isinstance(error, OSError) and (error.filename is None or str(error.filename).startswith(str(made))):
-            raise UserError(f"{folder} cannot be written: {error.strerror}") from error
+            raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
         if isinstance(error, UserError):  # not with the name of a folder that is gone
             raise UserError(str(error).replace(str(made), str(folder))) from error
         raise

@@ -113,6 +113,17 @@ def _from_srun(environ: Mapping[str, str], tasks: Tasks, port: int) -> Place:
     )
 
 
+def check_local_rank(environ: Mapping[str, str]) -> None:
+    """Refuse a LOCAL_RANK that is no number, which fairseq reads when it is imported."""
+    given = environ.get("LOCAL_RANK", "0")
+    try:
+        int(given)
+    except ValueError:
+        raise UserError(
+            f"LOCAL_RANK is {given!r:.60}, not a number: unset it, or start the ranks with torchrun"
+        ) from None
+
+
 def has_terminal() -> bool:
     """Return whether this process belongs to a terminal, even if its input and output are redirected."""
     try:

@@ -5,6 +5,7 @@ import platform
 import pytest
 from running import run_python
 
+from smlp.cli.doctor import machine_checks
 from smlp.errors import UserError
 from smlp.fairseq_compat.command_line import load_plugin
 
@@ -102,3 +103,5 @@ def test_a_number_that_fairseq_reads_when_it_is_imported(value, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", value)
     with pytest.raises(UserError, match=f"LOCAL_RANK is '{value}', not a number"):
         load_plugin()
+    (found,) = [check for check in machine_checks() if check.remedy == "unset LOCAL_RANK"]
+    assert "not a number" in found.detail
