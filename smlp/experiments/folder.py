@@ -14,6 +14,7 @@ from smlp.config import plugins
 from smlp.errors import UserError
 from smlp.experiments.json_files import DATA, EXPERIMENT, RUN, read_json, write_json
 from smlp.experiments.yaml_file import number_in
+from smlp.fairseq_compat.saving import remove_leftovers
 from smlp.files import is_locked, locked
 
 #: states of a run
@@ -178,7 +179,8 @@ class RunFolder:
 
     def drop_checkpoints(self, keep_last: bool) -> None:
         """Remove checkpoints that are no longer needed, with the experts that are spread over files of their own."""
-        for path in [*self.path.glob("checkpoint*.pt"), *self.path.glob("checkpoint*.pt*.tmp")]:
+        remove_leftovers(self.path)
+        for path in self.path.glob("checkpoint*.pt"):
             if not path.is_dir() and not (keep_last and path.name.startswith("checkpoint_last")):
                 path.unlink()
         remove_unused_parts(self.path)

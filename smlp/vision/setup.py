@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import inspect
 import math
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ import timm.utils
 import torch
 import yaml
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.models import resume_checkpoint
+from timm.models import resume_checkpoint, safe_model_name
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler_factory import scheduler_kwargs
@@ -61,7 +60,7 @@ def run_folder(args: Namespace) -> Path:
     if args.resume and args.experiment is None and args.output is None:
         folder = Path(args.resume).resolve().parent  # not that of a link to it
     else:
-        model = re.sub(r"\W", "_", args.model)
+        model = safe_model_name(args.model, remove_source=False)  # which refuses a name with "/" otherwise
         name = args.experiment or f"{model}-{args.img_size or 'default'}-{args.seed}"
         folder = Path(args.output or "output/train") / name
     held = next((file for file in (*checkpoints_in(folder), folder / SUMMARY) if file.exists()), None)

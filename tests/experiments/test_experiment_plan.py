@@ -249,7 +249,7 @@ def test_checkpoints_of_a_run(tmp_path):
     run.update_state(state=DONE)
     for name in ("checkpoint_last.pt", "checkpoint_best.pt", "checkpoint_1_20.pt"):
         (run.path / name).write_text("x")
-    (run.path / "checkpoint_2_40.pt.host.7.tmp").write_text("x")  # of a killed process
+    (run.path / "checkpoint_2_40.pt.0123abcd.7.tmp").write_text("x")  # of a killed process
     (run.path / "checkpoint_notes").mkdir()  # of the user's
     (run.path / "checkpoints").symlink_to(run.path / "checkpoint_notes")
     others = ["checkpoint_notes", "checkpoints", "run.json"]
