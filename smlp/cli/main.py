@@ -20,7 +20,9 @@ import difflib
 import importlib
 import itertools
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -77,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def guarded(work: Callable[[], int | None]) -> int:
     """Do the work of a command or a script; return its exit status, after one sentence if it fails."""
+    _wait_for_children()
     try:
         status = work() or 0
         sys.stdout.flush()  # a closed pipe can still be handled here
@@ -104,6 +107,13 @@ def _checked_and_dispatched(words: list[str]) -> int:
     with interrupted_after_imports():
         _check_surroundings(words)
         return _dispatch(words)
+
+
+def _wait_for_children() -> None:
+    """Let the system keep how processes ended: if our parent ignores SIGCHLD, each would count as a success."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _open_closed_streams() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,17 @@ def test_interruption_is_quiet(monkeypatch, capsys) -> None:
     monkeypatch.setattr(main, "_dispatch", interrupted)
     assert main.main([]) == 130
     assert capsys.readouterr().err == ""
+
+
+def test_failed_processes_are_known_where_the_parent_ignores_them(monkeypatch) -> None:
+    """A service that ignores SIGCHLD hands that on; the system then forgets how processes end."""
+    failing = [sys.executable, "-S", "-c", "raise SystemExit(3)"]
+    monkeypatch.setattr(main, "_dispatch", lambda argv: subprocess.run(failing, timeout=60).returncode)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert main.main([]) == 3
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_closed_pipe_is_quiet() -> None:
