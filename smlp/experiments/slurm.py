@@ -27,6 +27,7 @@ from smlp.launch.local import signals_to, this_program
 
 _SECONDS = 1800.0  # time to check all runs
 _JOBS = Path("slurm", "jobs.json")  # in an experiment's folder
+_JOB = r"\d{1,18}(?:;[^\s;]+)?"  # its number and, as sbatch prints with --clusters, the cluster that has it
 _LOST = "sbatch took the job, but its number is not in:"  # as submit.sh says it
 
 
@@ -55,11 +56,11 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Pla
     options |= {"sweep": names, "unchecked": True, "logs": folder.path / "slurm" / "logs"}
     array = [f"--array=1-{len(runs)}%{resources.jobs}"] if resources.jobs is not None else []
     command = ["bash", str(scripts_folder() / "submit.sh"), *option_words(options), *array, *_threads(resources)]
-    training = _submitted(folder, [*command, *resources.sbatch, "--", data, str(parent)], r"^job (\d{1,18}):")
+    training = _submitted(folder, [*command, *resources.sbatch, "--", data, str(parent)], rf"^job ({_JOB}):")
     text = f"job {training}: {len(runs)} runs, {resources.ranks} ranks each"
     if then_score:
         try:
-            scoring = submit_scores(experiment, folder, f"afterany:{training}")
+            scoring = submit_scores(experiment, folder, after=training)
         except UserError as error:
             raise UserError(
                 f"job {training} trains the runs; the job that scores them is missing: {error}; run the same command "
@@ -96,17 +97,29 @@ def jobs_in_queue(folder: Folder) -> list[str]:
         UserError: Slurm cannot be asked.
     """
     jobs = _jobs(folder.path / _JOBS)
-    if not jobs:
-        return []
+    by_cluster: dict[str, list[str]] = {}
+    for job in jobs:
+        number, _, cluster = job.partition(";")
+        by_cluster.setdefault(cluster, []).append(number)
+    queued = {cluster: _queued(numbers, cluster) for cluster, numbers in by_cluster.items()}
+    return [job for job in jobs if job.partition(";")[0] in queued[job.partition(";")[2]]]
+
+
+def _queued(numbers: list[str], cluster: str) -> list[str]:
+    """Return what Slurm says of jobs of a cluster; of the own one for an empty name."""
     try:
         # %F is the number that all tasks of an array share
-        command = ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"]
+        command = ["squeue", *_on(cluster), "--noheader", "--format=%F", f"--jobs={','.join(numbers)}"]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"cannot ask Slurm for the jobs {', '.join(jobs)}: {error}") from None
+        raise UserError(f"cannot ask Slurm for the jobs {', '.join(numbers)}: {error}") from None
     if done.returncode != 0 and "invalid job id" not in done.stderr.lower():  # Slurm forgets old jobs
-        raise UserError(f"cannot ask Slurm for the jobs {', '.join(jobs)}: {done.stderr.strip()}")
-    return [job for job in jobs if job in done.stdout.split()]
+        raise UserError(f"cannot ask Slurm for the jobs {', '.join(numbers)}: {done.stderr.strip()}")
+    return done.stdout.split()
+
+
+def _on(cluster: str) -> list[str]:
+    return [f"--clusters={cluster}"] if cluster else []
 
 
 def scripts_folder() -> Path:
@@ -125,8 +138,8 @@ def scripts_folder() -> Path:
     return folder
 
 
-def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None = None) -> str:
-    """Submit the job that scores what is trained; return its number.
+def submit_scores(experiment: Experiment, folder: Folder, after: str | None = None) -> str:
+    """Submit the job that scores what is trained, once another one has ended; return its number.
 
     Raises:
         UserError: as :func:`submit`.
@@ -134,19 +147,21 @@ def submit_scores(experiment: Experiment, folder: Folder, dependency: str | None
     resources = experiment.resources
     output = folder.path / "slurm" / "logs" / "%j.out"
     options = [*_threads(resources), *resources.sbatch, f"--output={output}"]  # of one given twice, the last counts
-    options += [f"--dependency={dependency}"] if dependency else []
+    if after is not None:
+        number, _, cluster = after.partition(";")
+        options += [f"--dependency=afterany:{number}", *_on(cluster)]
     options += ["--gres=gpu:1"] if resources.gpus_per_node else ["--gres=none"]
     scripts = scripts_folder()
     command = ["sbatch", "--parsable", *options, str(scripts / "score.sbatch")]
     environment = {"SMLP_ROOT": str(scripts.parents[1])}
-    number = r"^(?:Submitted batch job )?(\d{1,18})(?:;.*)?\s*$"
+    number = rf"^(?:Submitted batch job )?({_JOB})\s*$"
     return _submitted(folder, [*command, str(folder.yaml), str(folder.path)], number, environment)
 
 
 def _jobs(path: Path) -> list[str]:
     """Return the jobs of an experiment that are noted in a file; none if it is not there."""
     jobs = read_json(path, [str]) if path.is_file() else []
-    if not all(re.fullmatch(r"[0-9]{1,18}", job) for job in jobs):
+    if not all(re.fullmatch(_JOB, job, re.ASCII) for job in jobs):
         raise UserError(f"{path} is damaged: it must be a list of numbers of jobs; remove it if none of them is left")
     return jobs
 
@@ -209,7 +224,7 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
 
 
 def _job_of(output: str, pattern: str) -> str:
-    found = re.findall(pattern, output, re.MULTILINE)
+    found = re.findall(pattern, output.replace(" on cluster ", ";"), re.MULTILINE)  # without --parsable
     if not found:
         raise UserError(f"{_LOST} {output.strip()!r}")
     return found[-1]

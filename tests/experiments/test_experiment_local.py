@@ -538,7 +538,7 @@ def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
     assert slurm.submit_scores(experiment, folder) == "12"
     monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "13;cluster\n")
     slurm.submit_scores(experiment, folder)
-    assert read_json(folder.path / "slurm" / "jobs.json", list) == ["12", "13"]
+    assert read_json(folder.path / "slurm" / "jobs.json", list) == ["12", "13;cluster"]
     assert experiment.resources.at_a_time(9) == 9, "no limit where the file has none"
 
 
@@ -554,7 +554,7 @@ def test_a_job_is_noted_whatever_sbatch_prints_and_although_a_signal_comes(plann
     with pytest.raises(KeyboardInterrupt):
         slurm.submit_scores(experiment, folder)
     assert "SIGINT: waiting for sbatch, to note its job" in capsys.readouterr().err
-    assert read_json(folder.path / "slurm" / "jobs.json", list) == ["17"]
+    assert read_json(folder.path / "slurm" / "jobs.json", list) == ["17;cluster"]
     sbatch.write_text("#!/bin/sh\nkill -INT $PPID\necho no such partition >&2\nexit 1\n")
     with pytest.raises(KeyboardInterrupt):
         slurm.submit_scores(experiment, folder)
@@ -563,7 +563,31 @@ def test_a_job_is_noted_whatever_sbatch_prints_and_although_a_signal_comes(plann
         assert pool.submit(slurm.submit_scores, experiment, folder).result() == "18"
 
 
-@pytest.mark.parametrize("content", ['["101", null]', "[101]", '["--version"]', "{}", '["1,2"]'])
+def test_jobs_of_another_cluster_are_asked_for_there(planned, tmp_path, monkeypatch):
+    """squeue knows the jobs of one's own cluster only, and calls the others invalid."""
+    experiment, _, folder = planned(CLUSTER.replace("gpus_per_node: 2", "gpus_per_node: 2, sbatch: ['--clusters=b,c']"))
+    commands = []
+    monkeypatch.setattr(slurm, "_run", lambda command, environment=None: commands.append(command) or "13;c\n")
+    slurm.submit_scores(experiment, folder, after="12;c")
+    assert [word for word in commands[0] if word.startswith(("--dep", "--clu"))] == [
+        *("--clusters=b,c", "--dependency=afterany:12", "--clusters=c")
+    ]
+    monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "Submitted batch job 14 on cluster b\n")
+    assert slurm.submit_scores(experiment, folder) == "14;b"
+    monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "14\n")
+    slurm.submit_scores(experiment, folder)
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text(
+        '#!/bin/sh\ncase "$*" in\n--clusters=c*) echo CLUSTER: c; echo 13;;\n--clusters=b*) echo CLUSTER: b;;\n'
+        "*) echo slurm_load_jobs error: Invalid job id specified >&2; exit 1;;\nesac\n"
+    )
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{squeue.parent}{os.pathsep}{os.environ['PATH']}")
+    assert slurm.jobs_in_queue(folder) == ["13;c"]
+
+
+@pytest.mark.parametrize("content", ['["101", null]', "[101]", '["--version"]', "{}", '["1,2"]', '["1;a b"]'])
 def test_damaged_numbers_of_jobs_are_not_given_to_slurm(planned, content):
     _, _, folder = planned(CLUSTER)
     (folder.path / "slurm").mkdir(parents=True)

@@ -117,9 +117,12 @@ def test_the_papers_batches_on_any_number_of_gpus(user, nodes, gpus, accumulate)
 
 def test_the_number_of_the_job_among_what_sbatch_says(user) -> None:
     given = [SUBMIT, "--nodes", 2, "--tasks-per-node", 3, "--", "data", "--arch", "smlp", "--save-dir=runs/a"]
-    done = run(user, *given, SBATCH_SAYS="2024: a notice\n43;cluster \nbye")
-    assert done.rc == 0 and done.stdout.startswith("job 43: 6 ranks on 2 nodes\n")
-    assert run(user, *given, SBATCH_SAYS="Submitted batch job 44").stdout.startswith("job 44: ")
+    done = run(user, *given, SBATCH_SAYS="2024: a notice\n43;far \nbye")
+    assert done.rc == 0 and done.stdout.startswith("job 43;far: 6 ranks on 2 nodes\n")
+    assert "/43.out\n" in done.stdout and "scancel --clusters=far 43\n" in done.stdout
+    said = run(user, *given, SBATCH_SAYS="Submitted batch job 44").stdout
+    assert said.startswith("job 44: ") and "scancel 44\n" in said
+    assert run(user, *given, SBATCH_SAYS="Submitted batch job 45 on cluster far").stdout.startswith("job 45;far: ")
     said = error(run(user, *given, SBATCH_SAYS="accepted\nbye"))
     assert said == "sbatch took the job, but its number is not in: accepted bye"
 
