@@ -170,8 +170,10 @@ def _attempt(
                 advance(-have)
                 partial.begin(file.url, _version_of(response.headers))
             have = partial.size
+            if response.status_code == 416:  # nothing is left, and the body is a message
+                return
             with io.BufferedWriter(NamedFile(partial.path, "ab")) as out:
-                while total is None or have < total:
+                while total is None or have <= total:  # once more than needed, to see the end
                     if stop.is_set():
                         raise DownloadFailed(f"{file.url}: stopped after {have:,} bytes")
                     content = response.raw.read1(_CHUNK, decode_content=False)  # whatever is available
@@ -183,14 +185,19 @@ def _attempt(
     except requests.exceptions.InvalidProxyURL as error:
         raise DownloadFailed(f"{file.url}: the proxy of the environment has no valid address: {error}") from None
     except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, requests.exceptions.MissingSchema):
+        is_of_file = re.match("https?://", file.url, re.IGNORECASE)
         raise DownloadFailed(
-            f"{file.url} is not the address of a file: it must begin with http:// or https://"
+            f"{file.url} leads to an address that is none of a file: it must begin with http:// or https://"
+            if is_of_file
+            else f"{file.url} is not the address of a file: it must begin with http:// or https://"
         ) from None
     except passing as error:
         amount = f"after {partial.size:,}" + (" bytes" if total is None else f" of {total:,} bytes")
         raise _Passing(f"the connection failed {amount}: {_plain(error)}") from error
     if total is not None and have < total:
         raise _Passing(f"received only {have:,} of {total:,} bytes")
+    if total is not None and have > total:  # such as the whole file, called a part
+        raise _Passing(f"received {have:,} bytes, but the server has {total:,}", lost=partial.discard())
 
 
 def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int | None, bool]:

@@ -169,7 +169,7 @@ def _text(url: str, folder: Path, patience: Patience) -> str:
     path = folder / name
     try:
         download(RemoteFile(url, name), path, patience)
-        return read_unpacked(path).decode("utf-8")
+        return read_unpacked(path).decode("utf-8-sig")
     except NotThere as error:
         raise _NotComplete(str(error)) from None
     except DownloadFailed as error:

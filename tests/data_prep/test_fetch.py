@@ -133,7 +133,7 @@ def news_source(server, folder):
             write_warc(folder / "x.warc.gz", [*pages, ("404 Not Found", "text/html", b"")])
             server.files[path] = (folder / "x.warc.gz").read_bytes()
             lines.append(f"{path}\n" + "\n" * number)
-        server.files[f"{month}/warc.paths.gz"] = gzip.compress("".join(lines).encode())
+        server.files[f"{month}/warc.paths.gz"] = gzip.compress("".join(lines).encode("utf-8-sig"))
     (folder / "x.warc.gz").unlink()
     body = f"""format = "warc"
 [options]

@@ -126,6 +126,20 @@ def test_a_server_that_ignores_if_range_is_found_out(server, tmp_path):
     assert get(server, tmp_path) == new
 
 
+def test_a_whole_file_that_is_called_a_part_is_not_glued_together(server, tmp_path):
+    server.faults["a.bin"] = cut_after(100_000)
+    with pytest.raises(DownloadFailed):
+        get(server, tmp_path)
+
+    def whole(handler, content):
+        span = {"Content-Range": f"bytes 100000-{len(content) - 1}/{len(content)}", "ETag": handler.tag(content)}
+        handler.answer(206, content, span)
+        return True
+
+    server.faults["a.bin"] = first(1, whole)
+    assert get(server, tmp_path) == CONTENT
+
+
 def test_a_length_that_cannot_be_is_not_believed(server, tmp_path):
     class Length(int):
         def __str__(self):
@@ -244,6 +258,11 @@ def test_no_server_and_no_address(tmp_path, monkeypatch):
         download(RemoteFile(address, "a.bin"), tmp_path / "a.bin", QUICK)
     with pytest.raises(DownloadFailed, match="is not the address of a file"):
         download(RemoteFile("corpora/a.bin", "a.bin"), tmp_path / "a.bin", QUICK)
+    with serving() as leading:
+        leading.files["a.bin"] = CONTENT
+        leading.faults["a.bin"] = status(302, Location="ftp://127.0.0.1/b.bin")
+        with pytest.raises(DownloadFailed, match="leads to an address that is none of a file"):
+            download(RemoteFile(leading.url("a.bin"), "a.bin"), tmp_path / "a.bin", QUICK)
     monkeypatch.setenv("http_proxy", "http:///nowhere")
     with pytest.raises(DownloadFailed, match="the proxy of the environment has no valid address: Please"):
         download(RemoteFile("http://example.invalid/a.bin", "a.bin"), tmp_path / "a.bin", QUICK)
