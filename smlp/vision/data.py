@@ -190,6 +190,14 @@ def training_loader(dataset: NamedImages, args: Namespace, config: dict[str, Any
     mixes = args.mixup > 0 or args.cutmix > 0 or args.cutmix_minmax is not None
     if mixes and args.batch_size % 2:
         raise UserError(f"--mixup and --cutmix pair the images of a batch: --batch-size {args.batch_size} is odd")
+    if args.cutmix_minmax is not None:
+        least, most = args.cutmix_minmax
+        for side in config["input_size"][1:]:
+            if int(side * least) == int(side * most):  # timm draws from the first up to, but without, the second
+                raise UserError(
+                    f"--cutmix-minmax {least:g} {most:g} is {int(side * least)} to {int(side * most)} pixels of {side}: "
+                    "the second must be more"
+                )
     collate = FastCollateMixup(
         mixup_alpha=args.mixup,
         cutmix_alpha=args.cutmix,

@@ -182,6 +182,7 @@ def test_sizes_that_patches_do_not_divide(digits, capsys):
 def test_batches(digits, capsys):
     assert "--batch-size 21 on 1 rank(s) is more than the 20 images" in train(capsys, digits, "-b", "21")
     assert "--batch-size 7 is odd" in train(capsys, digits, "-b", "7", "--mixup", "0.5")
+    assert "--cutmix-minmax 0.2 0.2 is 1 to 1 pixels of 8: " in train(capsys, digits, "--cutmix-minmax", "0.2", "0.2")
     assert "--grad-accum-steps 3 is more than the 2 batches" in train(capsys, digits, "--grad-accum-steps", "3")
 
 
