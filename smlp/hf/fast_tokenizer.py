@@ -179,6 +179,9 @@ def _sentence_pieces(
     fast.normalizer = normalizers.Sequence(steps)
     scheme = "always" if normalizer.add_dummy_prefix else "never"
     fast.pre_tokenizer = pre_tokenizers.Metaspace(WORD_START, scheme, split=False)
+    if has_bytes and not is_bpe:  # the letters <0x41> are not the piece of that byte
+        apart = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous")
+        fast.pre_tokenizer = pre_tokenizers.Sequence([fast.pre_tokenizer, apart])
     # A space at the very beginning stays: pipelines decode what follows a prompt alone. The spaces of names go.
     no_space_ends_a_name = decoders.Replace(Regex(" $"), "")
     parts = [no_space_ends_a_name, decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()]
