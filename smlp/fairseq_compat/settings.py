@@ -47,6 +47,8 @@ _OF_MACHINE = (
     *("aim_run_hash", "no_progress_bar", "reset_logging", "plasma_path", "empty_cache_freq", "suppress_crashes"),
     *("profile", "profile_dir", "profile_updates"),
 )
+#: options that choose what a group of a configuration is for
+_KINDS = {"model": "arch", **{name: name for name in ("task", "criterion", "optimizer", "lr_scheduler")}}
 _BACKENDS = ("legacy_ddp", "no_c10d", "pytorch_ddp", "c10d")
 
 
@@ -159,18 +161,20 @@ def check_same_on_all_ranks(cfg: Any) -> None:
     if _are_compared or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     _are_compared = True
-    own = {"arch": str(getattr(cfg.model, "_name", None))} | {
+    own = {
         name: str(value)
         for name, value in _by_option(cfg).items()
         if name not in _OF_MACHINE and not name.startswith(("distributed_", "_")) and not name.endswith("_file")
     }
     for name in ("restore_file", "finetune_from_model", "continue_once"):  # each machine may have its own copy
         own[name] = own.get(name, "").rpartition("/")[2]
+    own |= {option: str(getattr(cfg[group], "_name", None)) for group, option in _KINDS.items()}
     options: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(options, own)
     for rank, other in enumerate(options):
-        names = [name for name in sorted(own.keys() | other.keys()) if options[0].get(name) != other.get(name)]
+        names = [name for name in sorted(options[0].keys() | other.keys()) if options[0].get(name) != other.get(name)]
         if names:
+            names = [name for name in names if name in _KINDS.values()] or names  # each kind has options of its own
             shown = ", ".join(
                 f"--{name.replace('_', '-')} {other.get(name)} where rank 0 has {options[0].get(name)}"
                 for name in names[:_SHOWN]

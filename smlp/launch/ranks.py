@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from smlp.errors import UserError
 from smlp.launch.slurm import Tasks, port_of, tasks_of_step
 
 _DIGITS = 9  # of a number of ranks or a port
+_MOST_PORT = 65535
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
@@ -82,6 +84,9 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place | None:
     if local_size is not None and local_size <= (local_rank or 0):
         named = environ.get("LOCAL_RANK", "not set")
         raise UserError(f"LOCAL_RANK is {named} and LOCAL_WORLD_SIZE {local_size}: ranks count from 0")
+    _host(environ, "")
+    _port(environ)
+    _check_interfaces(environ)
     return Place(
         launcher="the launcher (WORLD_SIZE)",
         rank=rank,
@@ -93,10 +98,10 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place | None:
 
 
 def _from_srun(environ: Mapping[str, str], tasks: Tasks, port: int) -> Place:
-    host = environ.get("MASTER_ADDR", tasks.hosts[0])
+    host = _host(environ, tasks.hosts[0])
+    _check_interfaces(environ)
     if port <= 0:
-        has_port = "MASTER_PORT" in environ
-        port = _number(environ, "MASTER_PORT") if has_port else port_of(tasks.job_id, tasks.step_id)
+        port = _port(environ) if "MASTER_PORT" in environ else port_of(tasks.job_id, tasks.step_id)
     if ":" in host and not host.startswith("["):  # an IPv6 address
         host = f"[{host}]"
     one_each = set(tasks.tasks_per_node) == {1}
@@ -111,6 +116,31 @@ def _from_srun(environ: Mapping[str, str], tasks: Tasks, port: int) -> Place:
         nodes_of_one_rank=len(tasks.hosts) if one_each else None,
         has_own_devices="SLURM_GPUS_PER_TASK" in environ,
     )
+
+
+def _host(environ: Mapping[str, str], default: str) -> str:
+    host = environ.get("MASTER_ADDR", default)
+    if not host.strip():
+        raise UserError("MASTER_ADDR is empty: set it to the host of rank 0, where the ranks meet")
+    return host
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = _number(environ, "MASTER_PORT")
+    if not 1 <= port <= _MOST_PORT:
+        raise UserError(f"MASTER_PORT is {port}: ports go from 1 to {_MOST_PORT:,}")
+    return port
+
+
+def _check_interfaces(environ: Mapping[str, str]) -> None:
+    """Refuse network interfaces for gloo that this machine lacks: gloo would not say so."""
+    given, names = environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    for name in given.split(",") if len(given) > 1 else ():  # torch ignores a single sign
+        if name not in names:
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME names the network interface {name!r:.60}, but {socket.gethostname()} has "
+                f"{', '.join(names)}"
+            )
 
 
 def check_local_rank(environ: Mapping[str, str]) -> None:

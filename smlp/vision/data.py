@@ -195,8 +195,8 @@ def training_loader(dataset: NamedImages, args: Namespace, config: dict[str, Any
         for side in config["input_size"][1:]:
             if int(side * least) == int(side * most):  # timm draws from the first up to, but without, the second
                 raise UserError(
-                    f"--cutmix-minmax {least:g} {most:g} is {int(side * least)} to {int(side * most)} pixels of {side}: "
-                    "the second must be more"
+                    f"--cutmix-minmax {least:g} {most:g} is {int(side * least)} to {int(side * most)} pixels of {side}"
+                    ": the second must be more"
                 )
     collate = FastCollateMixup(
         mixup_alpha=args.mixup,

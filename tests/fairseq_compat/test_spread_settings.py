@@ -240,7 +240,9 @@ def test_ranks_that_were_started_differently_are_refused(tiny_data, tmp_path, ru
         r"rank 1 reads another text than rank 0 as train: it has [\d,]+ bytes where rank 0 has [\d,]+": (shorter,),
         "rank 1 reads another text than rank 0 as valid: it has": (valid,),
         # of which one rank makes groups for its experts, the other none
-        r"rank 1 has .*--arch dense_lm_tiny where rank 0 has smlp_tiny": (tiny_data, "--arch", "dense_lm_tiny"),
+        r"rank 1 has --arch dense_lm_tiny where rank 0 has smlp_tiny: start": (tiny_data, "--arch", "dense_lm_tiny"),
+        # each with options that the other does not know
+        r"rank 1 has --optimizer sgd where rank 0 has adam: start": (tiny_data, "--optimizer", "sgd"),
         "": (tiny_data, "--num-workers", 0, "--no-progress-bar"),  # which may
     }
     older = in_older_format(tiny_data, tmp_path / "older")
