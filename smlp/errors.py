@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 TRACEBACK = "SMLP_TRACEBACK"
 #: begins each line of a message with several problems
 _LIST_ITEM = "\n  "
+_MOST = 200  # characters of a library's message
 
 
 class UserError(ValueError):
@@ -40,6 +42,21 @@ def out_of_memory(error: BaseException) -> str | None:
         return None
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     return "there is not enough memory for this" + (f": it asked for {asked[1]} at once" if asked else "")
+
+
+def torch_refuses(error: BaseException) -> str | None:
+    """Return the message for an error while torch is imported, mostly of a variable it reads; None for any other."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not any(frame.name == "<module>" and frame.filename.endswith("torch/__init__.py") for frame in frames):
+        return None
+    given = ", ".join(torch_variables())
+    reason = " ".join(str(error).split())[:_MOST]
+    return f"torch cannot be imported{f' with {given} in the environment' if given else ''}: {reason}"
+
+
+def torch_variables() -> list[str]:
+    """Return the names of torch's own environment variables that are set."""
+    return [name for name in sorted(os.environ) if name.startswith(("TORCH", "PYTORCH"))]
 
 
 def unexpected(error: BaseException) -> str:

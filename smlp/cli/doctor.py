@@ -20,7 +20,7 @@ from typing import Any
 from smlp.cli.interrupts import leave_if_interrupted
 from smlp.cli.json_file import check_outputs, write_json
 from smlp.cli.numbers import MOST_PROCESSES, whole
-from smlp.errors import UserError
+from smlp.errors import UserError, torch_refuses, torch_variables
 from smlp.launch.machine import num_cores
 from smlp.launch.ranks import check_local_rank
 
@@ -114,6 +114,13 @@ def machine_checks() -> Iterator[Check]:
     yield check_fairseq_version()
     for package, (oldest, newest) in TESTED.items():
         yield compare_version(package, _installed(package), oldest, newest, remedy=INSTALL)
+    try:
+        importlib.import_module("torch")
+    except Exception as error:  # a second import of it could end this process
+        remedy = f"unset {' and '.join(torch_variables())}" if torch_variables() else INSTALL
+        yield Check("torch import", PROBLEM, torch_refuses(error) or f"{type(error).__name__}: {error}", remedy)
+        yield check_disk()
+        return
     for check in (check_devices, check_threads, check_speed):
         yield from _guarded(check, "torch does not work", INSTALL)
     try:

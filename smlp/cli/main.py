@@ -30,7 +30,7 @@ from typing import Any
 from smlp import __version__
 from smlp.cli.interrupts import interrupted_after_imports
 from smlp.config.plugins import fault
-from smlp.errors import TRACEBACK, ParallelError, UserError, one_line, out_of_memory, unexpected
+from smlp.errors import TRACEBACK, ParallelError, UserError, one_line, out_of_memory, torch_refuses, unexpected
 from smlp.launch.machine import let_waiting_threads_sleep
 from smlp.launch.stop_signals import EXIT_INTERRUPTED
 
@@ -97,7 +97,7 @@ def guarded(work: Callable[[], int | None]) -> int:
         return _failed(f"{name[:_SHOWN]}: {error.strerror or error}")
     except Exception as error:
         reason = str(error) if str(error).startswith("Symlink loop") else out_of_memory(error)  # the first is pathlib's
-        reason = reason or fault(error)
+        reason = reason or torch_refuses(error) or fault(error)
         if reason is None and os.environ.get(TRACEBACK):
             raise
         return _failed(reason or f"{unexpected(error)} ({TRACEBACK}=1 shows where)")

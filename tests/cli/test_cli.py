@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import pickle
 import re
 import signal
@@ -399,6 +400,21 @@ def test_doctor_reports_problems(monkeypatch, capsys) -> None:
     shown = capsys.readouterr().out
     assert "problem  something: it does not work: ImportError: no such library" in shown
     assert "-> install it" in shown
+
+
+@pytest.mark.slow
+def test_a_variable_that_torch_refuses(tmp_path: Path) -> None:
+    """A second import of torch would end the process without a word."""
+    environment = {**os.environ, "TORCH_LOGS": "nonsense"}
+    said = []
+    for words in (["doctor"], ["flops", "--arch", "smlp_tiny"]):
+        command = [sys.executable, "-m", "smlp", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1
+        said.append(done.stdout + done.stderr)
+    reason = "torch cannot be imported with TORCH_LOGS in the environment: Invalid log settings: nonsense, must be"
+    assert f"problem  torch import: {reason}" in said[0] and "-> unset TORCH_LOGS\n" in said[0]
+    assert said[1].startswith(f"smlp: error: {reason}") and said[1].count("\n") == 1
 
 
 def test_slow_bf16_is_a_warning_with_a_remedy(monkeypatch) -> None:
