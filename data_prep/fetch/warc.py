@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,6 +13,7 @@ from data_prep.flow.documents import Defect, Failure, Loss, Record
 from data_prep.flow.limits import DEFAULT_SECONDS, DocumentFailed, Helper, helper
 from data_prep.flow.streams import DamagedFile, open_stream
 
+_GZIP = b"\x1f\x8b"
 _HTML = ("text/html", "application/xhtml+xml")
 
 
@@ -88,6 +91,13 @@ class _UntilDamage:
         self._stream.close()
 
 
+def _breaks_off(decompressor: Any, content: bytes) -> bool:
+    """Return whether what warcio read with a decompressor is not all; without one at the end, it is as it was sent."""
+    if decompressor is None:
+        return content.startswith(_GZIP)
+    return not (decompressor.eof if hasattr(decompressor, "eof") else decompressor.is_finished())  # zlib's, brotli's
+
+
 def _page(record: Any, path: Path, source: str, max_bytes: int, extract: Helper) -> Record | Loss:
     headers, http = record.rec_headers, record.http_headers
     url = headers.get_header("WARC-Target-URI") or ""
@@ -95,9 +105,13 @@ def _page(record: Any, path: Path, source: str, max_bytes: int, extract: Helper)
         return Loss("no page: the server's answer was not 200")
     if (http.get_header("Content-Type") or "").partition(";")[0].strip().lower() not in _HTML:
         return Loss("not HTML")
-    content = record.content_stream().read(max_bytes + 1)
+    stream = record.content_stream()
+    with redirect_stderr(io.StringIO()):  # where warcio says that a body is damaged, and not in which page
+        content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:
         return Loss(f"longer than {max_bytes:,} bytes")
+    if getattr(stream, "decomp_type", None) and _breaks_off(stream.decompressor, content):
+        return Failure("page whose compressed text is damaged", where=f"{path}: {url}")
     try:
         text = extract(content, url)
     except DocumentFailed as error:

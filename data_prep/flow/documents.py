@@ -274,7 +274,7 @@ def _read_parquet(part: FilePart, reading: ReadSettings) -> Iterator[Record | Lo
         return
     pyarrow, parquet = (from_extra(name, f"{part.path}: for .parquet") for name in ("pyarrow", "pyarrow.parquet"))
     try:
-        file = parquet.ParquetFile(part.path)
+        file = parquet.ParquetFile(part.path, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
         _raise_if_of_disk(error, part.path)
         yield Defect("damaged: no parquet file", f"{part.path}: {' '.join(str(error).split())}")

@@ -42,7 +42,7 @@ class FeedForwardExperts(nn.Module):
     ) -> None:
         super().__init__()
         num_local, bound = len(expert_ids), xavier_bound(embed_dim, ffn_dim)
-        self.expert_ids = tuple(expert_ids)
+        self.expert_ids = expert_ids  # a range stays one: a file may say a billion, and its weights are read later
         self.activation = activation
         self.norm_weight = nn.Parameter(torch.ones(num_local, embed_dim)) if as_in_base else None
         self.norm_bias = nn.Parameter(torch.zeros(num_local, embed_dim)) if as_in_base else None
@@ -84,14 +84,14 @@ class SpatialExperts(SpatialWeights):
         super().__init__(
             max_tokens, expert_ids, weight_bound, bias_init, is_toeplitz=is_toeplitz, average=average, num_all=num_all
         )
-        self.expert_ids = tuple(expert_ids)
+        self.expert_ids = expert_ids
 
     def forward(self, x_Bnec: Tensor, start: int = 0) -> Tensor:
         """Map (B, n, e, c) to (B, n - start, e, c): chunk i through expert i, at positions start .. n-1."""
         return self.project(x_Bnec, start)
 
 
-def expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, tuple[int, ...]]]:
+def expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sequence[int]]]:
     """Yield, for each parameter of experts, its name in the state dict, itself, and the experts' global ids (axis 0).
 
     The experts of a layer are a module with ``expert_ids``. Routers, norms of whole layers, and the heads of a spatial

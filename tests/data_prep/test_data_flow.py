@@ -358,6 +358,10 @@ def test_parquet(tmp_path):
         Record("one", "\\xff", "café", first),
         Record("two", "a.parquet:1", "a", {"n": None, "x": 0.5, "tags": [], "at": None, "map": None}),
     ]
+    table = pyarrow.table({"text": ["one", "another"]})
+    parquet.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    path.write_bytes(path.read_bytes().replace(b"\7\0\0\0another", b"\7\0\0\0anotter"))
+    assert "CRC" in next(piece.where for piece in documents_in(path, ReadSettings()) if isinstance(piece, Defect))
     path.write_bytes(b"no parquet")
     assert [piece.problem for piece in documents_in(path, ReadSettings())] == ["damaged: no parquet file"]
 

@@ -202,6 +202,22 @@ def test_pages_of_a_warc_file(tmp_path):
     }
 
 
+def test_pages_that_are_compressed_by_themselves(tmp_path, capfd):
+    """warcio returns what it could unpack, as if that were all."""
+    path, content = tmp_path / "a.warc.gz", ok(0)[2]
+    whole, deflated = gzip.compress(content), zlib.compress(content)
+    flipped = bytearray(whole)
+    flipped[-6] ^= 1  # in the checksum
+    kept = [(whole, "gzip"), (deflated, "deflate"), (deflated[2:-4], "deflate"), (content, "gzip")]
+    damaged = [(whole[:-200], "gzip"), (bytes(flipped), "gzip"), (deflated[:-200], "deflate")]
+    write_warc(path, [("200 OK", "text/html", body, name) for body, name in [*kept, *damaged]])
+    pieces = list(warc.pages(path, "news", 1 << 20))
+    assert len(texts(pieces)) == len(kept) == len([text for text in texts(pieces) if text == texts(pieces)[0]])
+    assert reasons(pieces) == {"page whose compressed text is damaged": len(damaged)}
+    assert next(piece.where for piece in pieces if isinstance(piece, Failure)) == f"{path}: http://example.org/4"
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("suffix", [".warc.gz", ".warc"])
 def test_a_warc_file_that_breaks_off(tmp_path, suffix):
     """Wherever it is cut: all pages before come, the one that is cut is counted, and the file is named."""

@@ -79,19 +79,20 @@ def article(number: int) -> str:
     return f"<html><title>News</title><body>{menu}<article><h1>Title {number}</h1>{paragraphs}</article></body>"
 
 
-def write_warc(path: Path, pages: list[tuple[str, str, bytes]]) -> None:
-    """A WARC file of (status line, content type, body), with a request before each response."""
+def write_warc(path: Path, pages: list[tuple]) -> None:
+    """A WARC file of (status line, content type, body[, content encoding]), with a request before each response."""
     from warcio.statusandheaders import StatusAndHeaders
     from warcio.warcwriter import WARCWriter
 
     with open(path, "wb") as file:
         writer = WARCWriter(file, gzip=path.suffix == ".gz")
         writer.write_record(writer.create_warcinfo_record(path.name, {"software": "tests"}))
-        for number, (status, kind, body) in enumerate(pages):
+        for number, (status, kind, body, *encoding) in enumerate(pages):
             url = f"http://example.org/{number}"
             asked = StatusAndHeaders("GET / HTTP/1.1", [("Host", "example.org")], is_http_request=True)
             writer.write_record(writer.create_warc_record(url, "request", http_headers=asked))
-            headers = StatusAndHeaders(status, [("Content-Type", kind)], protocol="HTTP/1.1")
+            named = [("Content-Type", kind), *(("Content-Encoding", name) for name in encoding)]
+            headers = StatusAndHeaders(status, named, protocol="HTTP/1.1")
             record = writer.create_warc_record(
                 url,
                 "response",

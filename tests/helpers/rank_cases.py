@@ -80,7 +80,7 @@ def build_both(arch: str, ranks: Ranks, dtype: torch.dtype = torch.double, **set
     assert torch.equal(torch.get_rng_state(), after), "another number of experts draws other random numbers"
     names = [name for name, _, _ in expert_parameters(oracle)]
     assert names == [name for name, _, _ in expert_parameters(model)]
-    assert all(ids == tuple(ranks.layout.expert_ids) for _, _, ids in expert_parameters(model))
+    assert all(ids == ranks.layout.expert_ids for _, _, ids in expert_parameters(model))
     same(model.state_dict(), cut_state(oracle.state_dict(), names, ranks.layout), f"{arch}: initial values", 0)
     randomise(oracle).to(dtype)
     model.to(dtype).load_state_dict(cut_state(oracle.state_dict(), names, ranks.layout))

@@ -115,7 +115,7 @@ def test_expert_parameters_are_those_of_experts_alone():
     found = {name: (parameter, ids) for name, parameter, ids in expert_parameters(model)}
     parameters = dict(model.named_parameters())
     assert all(parameters[name] is parameter for name, (parameter, _) in found.items())
-    assert {ids for _, ids in found.values()} == {(0, 1, 2, 3)}
+    assert {ids for _, ids in found.values()} == {range(4)}
     dense = parameters.keys() - found.keys()
     assert found and all(".experts." in name for name in found)
     assert not any(".experts." in name for name in dense)

@@ -96,7 +96,7 @@ class GatedMLPExperts(nn.Module):
     ) -> None:
         super().__init__()
         num_local = len(expert_ids)
-        self.expert_ids = tuple(expert_ids)
+        self.expert_ids = expert_ids
         self.experts_per_token = experts_per_token
         self.activation = activation
         self.norm_weight = nn.Parameter(torch.ones(num_local, embed_dim))
