@@ -97,7 +97,7 @@ def fetch(
     source = SOURCES[name]
     if source.package is None and (file or url):
         raise UserError(f"{name} is part of scikit-learn: leave out {'--from' if file else '--url'}")
-    if out.exists():
+    if out.is_symlink() or out.exists() or out.name == "..":
         raise UserError(f"--out {out} exists already: name a new folder")
     building = out.with_name(f"{out.name}.partial")
     if building.exists() and not (building / _UNFINISHED).is_file():

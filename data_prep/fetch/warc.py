@@ -14,6 +14,7 @@ from data_prep.flow.limits import DEFAULT_SECONDS, DocumentFailed, Helper, helpe
 from data_prep.flow.streams import DamagedFile, open_stream
 
 _GZIP = b"\x1f\x8b"
+_EMPTY = len(b"0\r\n\r\n")  # bytes of a body in chunks without any
 _HTML = ("text/html", "application/xhtml+xml")
 
 
@@ -105,12 +106,12 @@ def _page(record: Any, path: Path, source: str, max_bytes: int, extract: Helper)
         return Loss("no page: the server's answer was not 200")
     if (http.get_header("Content-Type") or "").partition(";")[0].strip().lower() not in _HTML:
         return Loss("not HTML")
-    stream = record.content_stream()
+    stream, is_sent = record.content_stream(), getattr(record.raw_stream, "limit", _EMPTY + 1) > _EMPTY
     with redirect_stderr(io.StringIO()):  # where warcio says that a body is damaged, and not in which page
         content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:
         return Loss(f"longer than {max_bytes:,} bytes")
-    if getattr(stream, "decomp_type", None) and _breaks_off(stream.decompressor, content):
+    if is_sent and getattr(stream, "decomp_type", None) and _breaks_off(stream.decompressor, content):
         return Failure("page whose compressed text is damaged", where=f"{path}: {url}")
     try:
         text = extract(content, url)

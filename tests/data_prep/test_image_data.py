@@ -181,8 +181,10 @@ def test_another_file_and_an_older_folder_are_refused(packed, tmp_path):
     with pytest.raises(UserError, match=re.escape(f"--from {file}: its sha256 is ")):
         images.fetch(name, tmp_path / "out", file)
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="exists already"):
-        images.fetch(name, tmp_path / "out", file)
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for out in ("out", "link", "none/.."):
+        with pytest.raises(UserError, match=f"--out .*{out} exists already"):
+            images.fetch(name, tmp_path / out, file)
 
 
 def test_a_folder_of_the_users_that_is_called_partial(tmp_path):
