@@ -47,7 +47,7 @@ def out_of_memory(error: BaseException) -> str | None:
 def torch_refuses(error: BaseException) -> str | None:
     """Return the message for an error while torch is imported, mostly of a variable it reads; None for any other."""
     frames = traceback.extract_tb(error.__traceback__)
-    if not any(frame.name == "<module>" and frame.filename.endswith("torch/__init__.py") for frame in frames):
+    if not any(frame.name == "<module>" and frame.filename.endswith("/torch/__init__.py") for frame in frames):
         return None
     given = ", ".join(torch_variables())
     reason = " ".join(str(error).split())[:_MOST]
@@ -83,5 +83,8 @@ class ParallelError(RuntimeError):
     @classmethod
     def lost(cls, where: str, error: Exception) -> ParallelError:
         """Return the error of a failed collective, without the library's source location and advice."""
+        lacking = re.search(r"Unable to find (?:interface|address) for: (\S+)", str(error))
+        if lacking:
+            return cls(f"{where} failed: GLOO_SOCKET_IFNAME names {lacking[1]}, which is no interface of this machine")
         reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).strip()).partition("\n")[0].split(". ")[0]
         return cls(f"{where} failed ({reason}): look for the rank that stopped first")

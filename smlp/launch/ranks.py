@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -86,7 +85,6 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place | None:
         raise UserError(f"LOCAL_RANK is {named} and LOCAL_WORLD_SIZE {local_size}: ranks count from 0")
     _host(environ, "")
     _port(environ)
-    _check_interfaces(environ)
     return Place(
         launcher="the launcher (WORLD_SIZE)",
         rank=rank,
@@ -99,7 +97,6 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place | None:
 
 def _from_srun(environ: Mapping[str, str], tasks: Tasks, port: int) -> Place:
     host = _host(environ, tasks.hosts[0])
-    _check_interfaces(environ)
     if port <= 0:
         port = _port(environ) if "MASTER_PORT" in environ else port_of(tasks.job_id, tasks.step_id)
     if ":" in host and not host.startswith("["):  # an IPv6 address
@@ -130,17 +127,6 @@ def _port(environ: Mapping[str, str]) -> int:
     if not 1 <= port <= _MOST_PORT:
         raise UserError(f"MASTER_PORT is {port}: ports go from 1 to {_MOST_PORT:,}")
     return port
-
-
-def _check_interfaces(environ: Mapping[str, str]) -> None:
-    """Refuse network interfaces for gloo that this machine lacks: gloo would not say so."""
-    given, names = environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
-    for name in given.split(",") if len(given) > 1 else ():  # torch ignores a single sign
-        if name not in names:
-            raise UserError(
-                f"GLOO_SOCKET_IFNAME names the network interface {name!r:.60}, but {socket.gethostname()} has "
-                f"{', '.join(names)}"
-            )
 
 
 def check_local_rank(environ: Mapping[str, str]) -> None:
