@@ -107,6 +107,7 @@ def _page(record: Any, path: Path, source: str, max_bytes: int, extract: Helper)
     if (http.get_header("Content-Type") or "").partition(";")[0].strip().lower() not in _HTML:
         return Loss("not HTML")
     stream, is_sent = record.content_stream(), getattr(record.raw_stream, "limit", _EMPTY + 1) > _EMPTY
+    stream.read_all_members = True  # gzip may have several; a stream that unpacks nothing ignores it
     with redirect_stderr(io.StringIO()):  # where warcio says that a body is damaged, and not in which page
         content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:

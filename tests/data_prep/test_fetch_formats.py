@@ -208,13 +208,14 @@ def test_pages_that_are_compressed_by_themselves(tmp_path, capfd):
     whole, deflated = gzip.compress(content), zlib.compress(content)
     flipped = bytearray(whole)
     flipped[-6] ^= 1  # in the checksum
-    kept = [(whole, "gzip"), (deflated, "deflate"), (deflated[2:-4], "deflate"), (content, "gzip")]
+    members = gzip.compress(content[:90]) + gzip.compress(content[90:])
+    kept = [(whole, "gzip"), (members, "gzip"), (deflated, "deflate"), (deflated[2:-4], "deflate"), (content, "gzip")]
     damaged = [(whole[:-40], "gzip"), (bytes(flipped), "gzip"), (deflated[:-40], "deflate")]
     write_warc(path, [("200 OK", "text/html", body, name) for body, name in [*kept, *damaged, (b"", "gzip")]])
     pieces = list(warc.pages(path, "news", 1 << 20))
     assert len(texts(pieces)) == len(kept) == len([text for text in texts(pieces) if text == texts(pieces)[0]])
     assert reasons(pieces) == {"page whose compressed text is damaged": 3, "no text found on the page": 1}
-    assert next(piece.where for piece in pieces if isinstance(piece, Failure)) == f"{path}: http://example.org/4"
+    assert next(piece.where for piece in pieces if isinstance(piece, Failure)) == f"{path}: http://example.org/5"
     assert capfd.readouterr().err == ""
 
 
