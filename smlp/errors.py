@@ -49,14 +49,14 @@ def torch_refuses(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     if not any(frame.name == "<module>" and frame.filename.endswith("/torch/__init__.py") for frame in frames):
         return None
-    given = ", ".join(torch_variables())
+    given = " and ".join(refused_variables(error))
     reason = " ".join(str(error).split())[:_MOST]
     return f"torch cannot be imported{f' with {given} in the environment' if given else ''}: {reason}"
 
 
-def torch_variables() -> list[str]:
-    """Return the names of torch's own environment variables that are set."""
-    return [name for name in sorted(os.environ) if name.startswith(("TORCH", "PYTORCH"))]
+def refused_variables(error: BaseException) -> list[str]:
+    """Return the names of torch's environment variables that are set and that an error names."""
+    return [name for name in sorted(os.environ) if name.startswith(("TORCH", "PYTORCH")) and name in str(error)]
 
 
 def unexpected(error: BaseException) -> str:

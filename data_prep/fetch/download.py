@@ -172,8 +172,15 @@ def _attempt(
             have = partial.size
             if response.status_code == 416:  # nothing is left, and the body is a message
                 return
+            length = response.headers.get("Content-Length", "")
+            has_no_length = resumed and not length
+            if resumed and total is not None and re.fullmatch(_LENGTH, length) and have + int(length) > total:
+                raise _Passing(
+                    f"a part of {int(length):,} bytes goes beyond the {total:,} of the file", lost=partial.discard()
+                )
             with io.BufferedWriter(NamedFile(partial.path, "ab")) as out:
-                while total is None or have <= total:  # once more than needed, to see the end
+                # a part whose length is not said is read once more, to see its end
+                while total is None or have < total or (has_no_length and have == total):
                     if stop.is_set():
                         raise DownloadFailed(f"{file.url}: stopped after {have:,} bytes")
                     content = response.raw.read1(_CHUNK, decode_content=False)  # whatever is available
@@ -184,12 +191,15 @@ def _attempt(
                     advance(len(content))
     except requests.exceptions.InvalidProxyURL as error:
         raise DownloadFailed(f"{file.url}: the proxy of the environment has no valid address: {error}") from None
-    except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, requests.exceptions.MissingSchema):
-        is_of_file = re.match("https?://", file.url, re.IGNORECASE)
+    except (
+        requests.exceptions.InvalidURL,
+        requests.exceptions.InvalidSchema,
+        requests.exceptions.MissingSchema,
+    ) as error:
+        leads = isinstance(error, requests.exceptions.InvalidSchema) and re.match("https?://", file.url, re.IGNORECASE)
+        what = "leads to what is not" if leads else "is not"
         raise DownloadFailed(
-            f"{file.url} leads to an address that is none of a file: it must begin with http:// or https://"
-            if is_of_file
-            else f"{file.url} is not the address of a file: it must begin with http:// or https://"
+            f"{file.url} {what} the address of a file: it must begin with http:// or https://"
         ) from None
     except passing as error:
         amount = f"after {partial.size:,}" + (" bytes" if total is None else f" of {total:,} bytes")

@@ -14,7 +14,7 @@ from data_prep.flow.limits import DEFAULT_SECONDS, DocumentFailed, Helper, helpe
 from data_prep.flow.streams import DamagedFile, open_stream
 
 _GZIP = b"\x1f\x8b"
-_EMPTY = len(b"0\r\n\r\n")  # bytes of a body in chunks without any
+_EMPTY = 16  # bytes: less than any gzip has, and what a body in chunks may have without any
 _HTML = ("text/html", "application/xhtml+xml")
 
 
@@ -92,11 +92,11 @@ class _UntilDamage:
         self._stream.close()
 
 
-def _breaks_off(decompressor: Any, content: bytes) -> bool:
-    """Return whether what warcio read with a decompressor is not all; without one at the end, it is as it was sent."""
-    if decompressor is None:
-        return content.startswith(_GZIP)
-    return not (decompressor.eof if hasattr(decompressor, "eof") else decompressor.is_finished())  # zlib's, brotli's
+def _breaks_off(stream: Any, content: bytes) -> bool:
+    """Return whether gzip or deflate ends too early or is damaged; what warcio cannot unpack at all stays as it was."""
+    if getattr(stream, "decompressor", None) is None:
+        return getattr(stream, "decomp_type", None) == "gzip" and content.startswith(_GZIP)
+    return not getattr(stream.decompressor, "eof", True)  # brotli's do not say
 
 
 def _page(record: Any, path: Path, source: str, max_bytes: int, extract: Helper) -> Record | Loss:
@@ -112,7 +112,7 @@ def _page(record: Any, path: Path, source: str, max_bytes: int, extract: Helper)
         content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:
         return Loss(f"longer than {max_bytes:,} bytes")
-    if is_sent and getattr(stream, "decomp_type", None) and _breaks_off(stream.decompressor, content):
+    if is_sent and _breaks_off(stream, content):
         return Failure("page whose compressed text is damaged", where=f"{path}: {url}")
     try:
         text = extract(content, url)

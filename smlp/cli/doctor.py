@@ -20,7 +20,7 @@ from typing import Any
 from smlp.cli.interrupts import leave_if_interrupted
 from smlp.cli.json_file import check_outputs, write_json
 from smlp.cli.numbers import MOST_PROCESSES, whole
-from smlp.errors import UserError, torch_refuses, torch_variables
+from smlp.errors import UserError, refused_variables, torch_refuses
 from smlp.launch.machine import num_cores
 from smlp.launch.ranks import check_local_rank
 
@@ -117,7 +117,8 @@ def machine_checks() -> Iterator[Check]:
     try:
         importlib.import_module("torch")
     except Exception as error:  # a second import of it could end this process
-        remedy = f"unset {' and '.join(torch_variables())}" if torch_variables() else INSTALL
+        names = " and ".join(refused_variables(error))
+        remedy = f"unset {names}" if names else INSTALL
         yield Check("torch import", PROBLEM, torch_refuses(error) or f"{type(error).__name__}: {error}", remedy)
         yield check_disk()
         return

@@ -123,7 +123,7 @@ def _host(environ: Mapping[str, str], default: str) -> str:
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    port = _number(environ, "MASTER_PORT")
+    port = _number({"MASTER_PORT": environ["MASTER_PORT"].strip()}, "MASTER_PORT")
     if not 1 <= port <= _MOST_PORT:
         raise UserError(f"MASTER_PORT is {port}: ports go from 1 to {_MOST_PORT:,}")
     return port

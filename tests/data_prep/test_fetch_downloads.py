@@ -126,14 +126,20 @@ def test_a_server_that_ignores_if_range_is_found_out(server, tmp_path):
     assert get(server, tmp_path) == new
 
 
-def test_a_whole_file_that_is_called_a_part_is_not_glued_together(server, tmp_path):
+@pytest.mark.parametrize("said", [True, False], ids=["its length is said", "or not"])
+def test_a_whole_file_that_is_called_a_part_is_not_glued_together(server, tmp_path, said):
     server.faults["a.bin"] = cut_after(100_000)
     with pytest.raises(DownloadFailed):
         get(server, tmp_path)
 
     def whole(handler, content):
         span = {"Content-Range": f"bytes 100000-{len(content) - 1}/{len(content)}", "ETag": handler.tag(content)}
-        handler.answer(206, content, span)
+        handler.send_response(206)
+        for name, value in {**span, **({"Content-Length": str(len(content))} if said else {})}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(content)
+        handler.close_connection = True
         return True
 
     server.faults["a.bin"] = first(1, whole)
@@ -261,7 +267,7 @@ def test_no_server_and_no_address(tmp_path, monkeypatch):
     with serving() as leading:
         leading.files["a.bin"] = CONTENT
         leading.faults["a.bin"] = status(302, Location="ftp://127.0.0.1/b.bin")
-        with pytest.raises(DownloadFailed, match="leads to an address that is none of a file"):
+        with pytest.raises(DownloadFailed, match="leads to what is not the address of a file"):
             download(RemoteFile(leading.url("a.bin"), "a.bin"), tmp_path / "a.bin", QUICK)
     monkeypatch.setenv("http_proxy", "http:///nowhere")
     with pytest.raises(DownloadFailed, match="the proxy of the environment has no valid address: Please"):
