@@ -106,7 +106,11 @@ def _page(record: Any, path: Path, source: str, max_bytes: int, extract: Helper)
         return Loss("no page: the server's answer was not 200")
     if (http.get_header("Content-Type") or "").partition(";")[0].strip().lower() not in _HTML:
         return Loss("not HTML")
-    stream, is_sent = record.content_stream(), getattr(record.raw_stream, "limit", _EMPTY + 1) > _EMPTY
+    try:
+        stream = record.content_stream()
+    except AttributeError:  # warcio sets one of Google's class, which has no room for it
+        return Failure("page in brotli, which warcio unpacks with brotlipy alone", where=f"{path}: {url}")
+    is_sent = getattr(record.raw_stream, "limit", _EMPTY + 1) > _EMPTY
     stream.read_all_members = True  # gzip may have several; a stream that unpacks nothing ignores it
     with redirect_stderr(io.StringIO()):  # where warcio says that a body is damaged, and not in which page
         content = stream.read(max_bytes + 1)

@@ -219,6 +219,21 @@ def test_pages_that_are_compressed_by_themselves(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_a_library_for_brotli_that_warcio_cannot_use(tmp_path, monkeypatch):
+    from warcio.bufferedreaders import BufferedReader
+
+    def set_attribute():
+        object().unused_data = None
+
+    monkeypatch.setitem(BufferedReader.DECOMPRESSORS, "br", set_attribute)
+    path = tmp_path / "a.warc.gz"
+    write_warc(path, [ok(0), (*ok(1), "br"), ok(2)])
+    pieces = list(warc.pages(path, "news", 1 << 20))
+    assert len(texts(pieces)) == 2 and list(reasons(pieces)) == [
+        "page in brotli, which warcio unpacks with brotlipy alone"
+    ]
+
+
 @pytest.mark.parametrize("suffix", [".warc.gz", ".warc"])
 def test_a_warc_file_that_breaks_off(tmp_path, suffix):
     """Wherever it is cut: all pages before come, the one that is cut is counted, and the file is named."""
