@@ -172,15 +172,8 @@ def _attempt(
             have = partial.size
             if response.status_code == 416:  # nothing is left, and the body is a message
                 return
-            length = response.headers.get("Content-Length", "")
-            has_no_length = resumed and not length
-            if resumed and total is not None and re.fullmatch(_LENGTH, length) and have + int(length) > total:
-                raise _Passing(
-                    f"a part of {int(length):,} bytes goes beyond the {total:,} of the file", lost=partial.discard()
-                )
             with io.BufferedWriter(NamedFile(partial.path, "ab")) as out:
-                # a part whose length is not said is read once more, to see its end
-                while total is None or have < total or (has_no_length and have == total):
+                while total is None or have < total + resumed:  # a part once more, to see its end
                     if stop.is_set():
                         raise DownloadFailed(f"{file.url}: stopped after {have:,} bytes")
                     content = response.raw.read1(_CHUNK, decode_content=False)  # whatever is available

@@ -172,13 +172,16 @@ fi
 command -v sbatch >/dev/null || fail "there is no command sbatch here: submit from a login node of the cluster"
 answer="$(sbatch --parsable "${SBATCH_OPTIONS[@]}" "${JOB_COMMAND[@]}")" || exit 1
 # a site's sbatch may print notices, or leave out --parsable; with --clusters it adds the cluster that has the job
-number='([0-9]+)((;| on cluster )([^[:space:];]+))?'
-job="$(sed -nE "s/^(Submitted batch job )?$number[[:space:]]*\$/\2;\5/p" <<<"$answer" | tail -n 1)"
-id="${job%%;*}" cluster="${job#*;}"
+number='([0-9]+)((;| on cluster )([^[:space:];]+))?(;.*)?'
+job="$(sed -nE "s/^(Submitted batch job )?$number[[:space:]]*\$/\2\3/p" <<<"$answer" | tail -n 1)"
+job="${job/ on cluster /;}"
+id="${job%%;*}"
+cluster="${job#"$id"}"
+scancel="scancel${cluster:+ --clusters=${cluster#;}}"
 [ -n "$id" ] || fail "sbatch took the job, but its number is not in: ${answer//$'\n'/ }"
 suffix="${SWEEP:+_N}"
-echo "job $id${cluster:+;$cluster}: $RANKS ranks on $NODES nodes${SWEEP:+ for each run}"
+echo "job $job: $RANKS ranks on $NODES nodes${SWEEP:+ for each run}"
 echo "  log of the training   $LOGS/$id$suffix/rank-0.log"
 echo "  log of the job        $LOGS/$id$suffix.out"
-echo "  to cancel it          scancel${cluster:+ --clusters=$cluster} $id"
-echo "  to save and restart   scancel${cluster:+ --clusters=$cluster} --signal=USR1 $id"
+echo "  to cancel it          $scancel $id"
+echo "  to save and restart   $scancel --signal=USR1 $id"

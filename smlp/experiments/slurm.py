@@ -27,7 +27,7 @@ from smlp.launch.local import signals_to, this_program
 
 _SECONDS = 1800.0  # time to check all runs
 _JOBS = Path("slurm", "jobs.json")  # in an experiment's folder
-_JOB = r"\d{1,18}(?:;[^\s;]+)?"  # its number and, as sbatch prints with --clusters, the cluster that has it
+_JOB = r"\d{1,18}(?:;[^\s;-][^\s;]*)?"  # its number and, as sbatch prints with --clusters, the cluster that has it
 _LOST = "sbatch took the job, but its number is not in:"  # as submit.sh says it
 
 
@@ -97,16 +97,16 @@ def jobs_in_queue(folder: Folder) -> list[str]:
         UserError: Slurm cannot be asked.
     """
     jobs = _jobs(folder.path / _JOBS)
-    by_cluster: dict[str, list[str]] = {}
+    by_cluster: dict[str, dict[str, str]] = {}
     for job in jobs:
-        number, _, cluster = job.partition(";")
-        by_cluster.setdefault(cluster, []).append(number)
-    queued = {cluster: _queued(numbers, cluster) for cluster, numbers in by_cluster.items()}
-    return [job for job in jobs if job.partition(";")[0] in queued[job.partition(";")[2]]]
+        number, cluster = _parts(job)
+        by_cluster.setdefault(cluster, {})[number] = job
+    queued = [own[number] for cluster, own in by_cluster.items() for number in _queued(list(own), cluster)]
+    return [job for job in jobs if job in queued]
 
 
 def _queued(numbers: list[str], cluster: str) -> list[str]:
-    """Return what Slurm says of jobs of a cluster; of the own one for an empty name."""
+    """Return those jobs of a cluster that wait or run; of the own one for an empty name."""
     try:
         # %F is the number that all tasks of an array share
         command = ["squeue", *_on(cluster), "--noheader", "--format=%F", f"--jobs={','.join(numbers)}"]
@@ -115,7 +115,13 @@ def _queued(numbers: list[str], cluster: str) -> list[str]:
         raise UserError(f"cannot ask Slurm for the jobs {', '.join(numbers)}: {error}") from None
     if done.returncode != 0 and "invalid job id" not in done.stderr.lower():  # Slurm forgets old jobs
         raise UserError(f"cannot ask Slurm for the jobs {', '.join(numbers)}: {done.stderr.strip()}")
-    return done.stdout.split()
+    return [number for number in numbers if number in done.stdout.split()]
+
+
+def _parts(job: str) -> tuple[str, str]:
+    """Return number and cluster of a job; the cluster is empty if it is the own one."""
+    number, _, cluster = job.partition(";")
+    return number, cluster
 
 
 def _on(cluster: str) -> list[str]:
@@ -148,13 +154,13 @@ def submit_scores(experiment: Experiment, folder: Folder, after: str | None = No
     output = folder.path / "slurm" / "logs" / "%j.out"
     options = [*_threads(resources), *resources.sbatch, f"--output={output}"]  # of one given twice, the last counts
     if after is not None:
-        number, _, cluster = after.partition(";")
+        number, cluster = _parts(after)
         options += [f"--dependency=afterany:{number}", *_on(cluster)]
     options += ["--gres=gpu:1"] if resources.gpus_per_node else ["--gres=none"]
     scripts = scripts_folder()
     command = ["sbatch", "--parsable", *options, str(scripts / "score.sbatch")]
     environment = {"SMLP_ROOT": str(scripts.parents[1])}
-    number = rf"^(?:Submitted batch job )?({_JOB})\s*$"
+    number = rf"^(?:Submitted batch job )?({_JOB})(?:;.*)?\s*$"
     return _submitted(folder, [*command, str(folder.yaml), str(folder.path)], number, environment)
 
 

@@ -146,7 +146,7 @@ def _by_option(cfg: Any) -> dict[str, Any]:
             values |= vars(group)
         elif OmegaConf.is_dict(group):
             values |= OmegaConf.to_container(group)
-    return values | {"lr_scheduler": getattr(cfg.lr_scheduler, "_name", None)}
+    return values | {option: getattr(cfg[group], "_name", None) for group, option in _KINDS.items()}
 
 
 def check_same_on_all_ranks(cfg: Any) -> None:
@@ -168,7 +168,6 @@ def check_same_on_all_ranks(cfg: Any) -> None:
     }
     for name in ("restore_file", "finetune_from_model", "continue_once"):  # each machine may have its own copy
         own[name] = own.get(name, "").rpartition("/")[2]
-    own |= {option: str(getattr(cfg[group], "_name", None)) for group, option in _KINDS.items()}
     options: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(options, own)
     for rank, other in enumerate(options):

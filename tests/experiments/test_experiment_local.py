@@ -574,6 +574,8 @@ def test_jobs_of_another_cluster_are_asked_for_there(planned, tmp_path, monkeypa
     ]
     monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "Submitted batch job 14 on cluster b\n")
     assert slurm.submit_scores(experiment, folder) == "14;b"
+    monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "15;\n")
+    assert slurm.submit_scores(experiment, folder) == "15"
     monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "14\n")
     slurm.submit_scores(experiment, folder)
     squeue = tmp_path / "bin" / "squeue"
@@ -587,7 +589,9 @@ def test_jobs_of_another_cluster_are_asked_for_there(planned, tmp_path, monkeypa
     assert slurm.jobs_in_queue(folder) == ["13;c"]
 
 
-@pytest.mark.parametrize("content", ['["101", null]', "[101]", '["--version"]', "{}", '["1,2"]', '["1;a b"]'])
+@pytest.mark.parametrize(
+    "content", ['["101", null]', "[101]", '["--version"]', "{}", '["1,2"]', '["1;a b"]', '["1;--help"]']
+)
 def test_damaged_numbers_of_jobs_are_not_given_to_slurm(planned, content):
     _, _, folder = planned(CLUSTER)
     (folder.path / "slurm").mkdir(parents=True)

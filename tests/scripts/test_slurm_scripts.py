@@ -123,6 +123,7 @@ def test_the_number_of_the_job_among_what_sbatch_says(user) -> None:
     said = run(user, *given, SBATCH_SAYS="Submitted batch job 44").stdout
     assert said.startswith("job 44: ") and "scancel 44\n" in said
     assert run(user, *given, SBATCH_SAYS="Submitted batch job 45 on cluster far").stdout.startswith("job 45;far: ")
+    assert run(user, *given, SBATCH_SAYS="46;").stdout.startswith("job 46: ")
     said = error(run(user, *given, SBATCH_SAYS="accepted\nbye"))
     assert said == "sbatch took the job, but its number is not in: accepted bye"
 
