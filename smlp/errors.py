@@ -85,6 +85,7 @@ class ParallelError(RuntimeError):
         """Return the error of a failed collective, without the library's source location and advice."""
         lacking = re.search(r"Unable to find (?:interface|address) for: (\S+)", str(error))
         if lacking:
-            return cls(f"{where} failed: GLOO_SOCKET_IFNAME names {lacking[1]}, which is no interface of this machine")
+            which = f"GLOO_SOCKET_IFNAME names {lacking[1]}, and this machine has no such interface that is up"
+            return cls(f"{where} failed: {which}")
         reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).strip()).partition("\n")[0].split(". ")[0]
         return cls(f"{where} failed ({reason}): look for the rank that stopped first")

@@ -216,7 +216,8 @@ def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int |
         problem = "it changed on the server" if changed else "the server did not resume where it was asked to"
         raise _Passing(problem, lost=partial.discard())
     if status == 200:
-        length = re.fullmatch(_LENGTH, response.headers.get("Content-Length", ""))
+        is_chunked = "Transfer-Encoding" in response.headers  # which overrides a length
+        length = None if is_chunked else re.fullmatch(_LENGTH, response.headers.get("Content-Length", ""))
         return (int(length[0]) if length else None), False
     problem = f"the server answers {status} {response.reason}".rstrip()
     if status in _TRY_AGAIN:

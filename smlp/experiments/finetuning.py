@@ -25,8 +25,8 @@ from smlp.config import ModelConfig, differences, flatten
 from smlp.config.presets import FROM_TASK, preset
 from smlp.errors import UserError
 from smlp.evaluation.curves import log_records
-from smlp.experiments.folder import DONE, Folder, RunFolder, check_made_with
-from smlp.experiments.json_files import COUNT, Each, Maybe, read_json
+from smlp.experiments.folder import DONE, WAITING, Folder, RunFolder, check_made_with
+from smlp.experiments.json_files import COUNT, Each, Finite, Maybe, read_json
 from smlp.experiments.local import TRAIN, Machine, TrainingChain
 from smlp.experiments.plan import VALID_BATCHES
 from smlp.experiments.processes import run_chains
@@ -335,7 +335,7 @@ def check_folder_of(plan: Finetuning, folder: Folder) -> None:
         folder.run(run.folder).check(plan.made_with(run))
     if not (folder.path / RESULTS).is_file():
         return check_no_other(folder.path, (RESULTS, PAGE))
-    shape = {"made_with": {"lr": float, "batch_size": int, "seed": int}}
+    shape = {"made_with": {"lr": Finite(above=0), "batch_size": COUNT, "seed": Finite(least=0, kind=int)}}
     made_with = read_json(folder.path / RESULTS, shape)["made_with"]
     size = made_with["batch_size"]
     run = FinetuningRun(made_with["lr"], size, made_with["seed"], plan.updates_of(size))
@@ -362,7 +362,10 @@ def run_finetuning(
     runs = plan.runs()
     check_folder_of(plan, folder)
     for run in runs:
-        folder.run(run.folder).claim(plan.made_with(run))
+        own = folder.run(run.folder)
+        own.claim(plan.made_with(run))
+        if own.state()["state"] == DONE and scores_of(own, plan.data, run.updates) is None:  # its log has been lost
+            own.update_state(state=WAITING)
     left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
     machine = Machine.shared(jobs, 1, threads, 0 if plan.is_on_cpu else torch.cuda.device_count())
     print(f"{len(left)} of {len(runs)} runs to do, {jobs} at a time, {machine.threads} threads each", flush=True)

@@ -57,14 +57,14 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Pla
     array = [f"--array=1-{len(runs)}%{resources.jobs}"] if resources.jobs is not None else []
     command = ["bash", str(scripts_folder() / "submit.sh"), *option_words(options), *array, *_threads(resources)]
     training = _submitted(folder, [*command, *resources.sbatch, "--", data, str(parent)], rf"^job ({_JOB}):")
-    text = f"job {training}: {len(runs)} runs, {resources.ranks} ranks each"
+    text = f"job {_named(training)}: {len(runs)} runs, {resources.ranks} ranks each"
     if then_score:
         try:
             scoring = submit_scores(experiment, folder, after=training)
         except UserError as error:
             raise UserError(
-                f"job {training} trains the runs; the job that scores them is missing: {error}; run the same command "
-                "when they are trained"
+                f"job {_named(training)} trains the runs; the job that scores them is missing: {error}; run the same "
+                "command when they are trained"
             ) from None
         text += f"; job {scoring} scores them afterwards"
     return f"{text}; logs in {folder.path / 'slurm' / 'logs'}"
@@ -91,7 +91,7 @@ def write_command(experiment: Experiment, run: PlannedRun, data: str, folder: Fo
 
 
 def jobs_in_queue(folder: Folder) -> list[str]:
-    """Return the jobs of this experiment that wait or run.
+    """Return the jobs of this experiment that wait or run: numbers, with the name of a cluster that is another one.
 
     Raises:
         UserError: Slurm cannot be asked.
@@ -102,19 +102,20 @@ def jobs_in_queue(folder: Folder) -> list[str]:
         number, cluster = _parts(job)
         by_cluster.setdefault(cluster, {})[number] = job
     queued = [own[number] for cluster, own in by_cluster.items() for number in _queued(list(own), cluster)]
-    return [job for job in jobs if job in queued]
+    return [_named(job) for job in jobs if job in queued]
 
 
 def _queued(numbers: list[str], cluster: str) -> list[str]:
     """Return those jobs of a cluster that wait or run; of the own one for an empty name."""
+    cannot = f"cannot ask Slurm for the jobs {', '.join(numbers)}{f' of cluster {cluster}' if cluster else ''}"
     try:
         # %F is the number that all tasks of an array share
         command = ["squeue", *_on(cluster), "--noheader", "--format=%F", f"--jobs={','.join(numbers)}"]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"cannot ask Slurm for the jobs {', '.join(numbers)}: {error}") from None
+        raise UserError(f"{cannot}: {error}") from None
     if done.returncode != 0 and "invalid job id" not in done.stderr.lower():  # Slurm forgets old jobs
-        raise UserError(f"cannot ask Slurm for the jobs {', '.join(numbers)}: {done.stderr.strip()}")
+        raise UserError(f"{cannot}: {done.stderr.strip()}")
     return [number for number in numbers if number in done.stdout.split()]
 
 
@@ -122,6 +123,12 @@ def _parts(job: str) -> tuple[str, str]:
     """Return number and cluster of a job; the cluster is empty if it is the own one."""
     number, _, cluster = job.partition(";")
     return number, cluster
+
+
+def _named(job: str) -> str:
+    """Return a job as messages name it."""
+    number, cluster = _parts(job)
+    return f"{number} of cluster {cluster}" if cluster else number
 
 
 def _on(cluster: str) -> list[str]:
@@ -145,7 +152,7 @@ def scripts_folder() -> Path:
 
 
 def submit_scores(experiment: Experiment, folder: Folder, after: str | None = None) -> str:
-    """Submit the job that scores what is trained, once another one has ended; return its number.
+    """Submit the job that scores what is trained, once another one has ended; return its number (and cluster).
 
     Raises:
         UserError: as :func:`submit`.
@@ -161,7 +168,7 @@ def submit_scores(experiment: Experiment, folder: Folder, after: str | None = No
     command = ["sbatch", "--parsable", *options, str(scripts / "score.sbatch")]
     environment = {"SMLP_ROOT": str(scripts.parents[1])}
     number = rf"^(?:Submitted batch job )?({_JOB})(?:;.*)?\s*$"
-    return _submitted(folder, [*command, str(folder.yaml), str(folder.path)], number, environment)
+    return _named(_submitted(folder, [*command, str(folder.yaml), str(folder.path)], number, environment))
 
 
 def _jobs(path: Path) -> list[str]:

@@ -217,6 +217,24 @@ def test_a_server_that_does_not_say_the_length(server, tmp_path):
         get(server, tmp_path, num_bytes=len(CONTENT))
 
 
+@pytest.mark.parametrize("said", [3, 999_999])
+def test_chunks_override_a_length(server, tmp_path, said):
+    """As RFC 9112 says; a proxy that unpacks a file may leave the packed one's length."""
+
+    def chunked(handler, content):
+        handler.protocol_version = "HTTP/1.1"
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(said))
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        handler.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(content), content))
+        handler.close_connection = True
+        return True
+
+    server.faults["a.bin"] = chunked
+    assert get(server, tmp_path) == CONTENT
+
+
 def test_a_wrong_checksum_is_tried_again_and_then_named(server, tmp_path):
     bad = ("sha1", "0" * 40)
     with pytest.raises(DownloadFailed, match=rf"its sha1 is {SHA1[1]}, expected 0+; gave up after 3 attempts"):

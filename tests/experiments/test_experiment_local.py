@@ -573,7 +573,7 @@ def test_jobs_of_another_cluster_are_asked_for_there(planned, tmp_path, monkeypa
         *("--clusters=b,c", "--dependency=afterany:12", "--clusters=c")
     ]
     monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "Submitted batch job 14 on cluster b\n")
-    assert slurm.submit_scores(experiment, folder) == "14;b"
+    assert slurm.submit_scores(experiment, folder) == "14 of cluster b"
     monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "15;\n")
     assert slurm.submit_scores(experiment, folder) == "15"
     monkeypatch.setattr(slurm, "_run", lambda command, environment=None: "14\n")
@@ -586,7 +586,10 @@ def test_jobs_of_another_cluster_are_asked_for_there(planned, tmp_path, monkeypa
     )
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{squeue.parent}{os.pathsep}{os.environ['PATH']}")
-    assert slurm.jobs_in_queue(folder) == ["13;c"]
+    assert slurm.jobs_in_queue(folder) == ["13 of cluster c"]
+    squeue.write_text("#!/bin/sh\necho no answer >&2; exit 1\n")
+    with pytest.raises(UserError, match=r"^cannot ask Slurm for the jobs 13 of cluster c: no answer$"):
+        slurm.jobs_in_queue(folder)
 
 
 @pytest.mark.parametrize(

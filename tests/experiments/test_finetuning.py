@@ -300,6 +300,12 @@ def test_a_run_that_ended_without_a_number_is_trained_again(trainer, tmp_path):
     assert trainer({"1e-05": [80, None]}, seeds=(1, 2)) == (1, ["1e-05-2"])
     assert not last.is_file(), "training would have nothing to do"
     assert trainer({"1e-05": [80, 81]}, seeds=(1, 2)) == (0, ["1e-05-2"])
+    log = last.parent / "train.log"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:1]))
+    assert trainer({"1e-05": [80, 82]}, seeds=(1, 2)) == (0, ["1e-05-2"]), "its scores have been lost"
+    assert found(tmp_path)["best"]["medians"]["valid"]["accuracy"]["high"] == 82
+    log.unlink()
+    assert trainer({"1e-05": [80, 83]}, seeds=(1, 2)) == (0, ["1e-05-2"])
 
 
 def test_a_stopped_command_starts_nothing_more_and_resumes(trainer, tmp_path, capsys):
@@ -321,8 +327,10 @@ def test_results_of_something_else_are_not_replaced(trainer, tmp_path, capsys):
     mine.write_text("of the user")
     assert trainer({"1e-05": [80]}, seeds=[1]) == (1, [])
     assert "has a results.md of something else" in capsys.readouterr().err and mine.read_text() == "of the user"
-    (mine.parent / "results.json").write_text("{}")
-    assert trainer({"1e-05": [80]}, seeds=[1]) == (1, []) and mine.read_text() == "of the user"
+    for damaged in ("{}", '{"made_with": {"lr": 1e-05, "batch_size": 0, "seed": 1}}'):
+        (mine.parent / "results.json").write_text(damaged)
+        assert trainer({"1e-05": [80]}, seeds=[1]) == (1, []) and mine.read_text() == "of the user"
+        assert "results.json is damaged" in capsys.readouterr().err
 
 
 def test_a_dry_run_starts_nothing(trainer, tmp_path, capsys):
@@ -347,8 +355,6 @@ def test_the_papers_row_stands_beside_its_architectures(asked, tmp_path, monkeyp
     plan = asked()
     results = results_of(plan, Folder(tmp_path / "out"))
     assert results["paper"] is None and results["best"] is None and "gMLP paper" not in page(results)
-    next(iter(results["points"][0]["runs"].values())).update(state="done", message=None)  # of a log with NaN
-    assert "seed 1: its log has no finite scores of its last update" in page(results)
     facts = {"rows": 10, "labels": {}}
     mnli = write_data(tmp_path / "mnli", task="MNLI", classes=("a", "b", "c"), valid1=facts)
     plan = asked(data=mnli)

@@ -81,7 +81,7 @@ def test_the_place_is_named_where_fairseq_waits(tiny_data, tmp_path, run_fairseq
         (GLOO, 1, None),
         (
             "[enforce fail at /gloo/tcp/device.cc:84] ifa != nullptr. Unable to find address for: nope0",
-            *(2, "rank 2 of 2: start failed: GLOO_SOCKET_IFNAME names nope0, which is no interface of this machine"),
+            *(2, "rank 2 of 2: start failed: GLOO_SOCKET_IFNAME names nope0, and this machine has no such interface"),
         ),
         ("DataLoader worker (pid 7) exited unexpectedly", 4, None),
     ],
