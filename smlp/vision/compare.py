@@ -29,7 +29,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.data.readers.img_extensions import get_img_extensions
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler_factory import scheduler_kwargs
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import SGD
 from torch.utils.flop_counter import FlopCounterMode
 
 from smlp.errors import UserError
@@ -158,9 +161,12 @@ def costs(comparison: Comparison, parse: Callable[[list[str]], Namespace]) -> di
     Args:
         comparison: what to compare.
         parse: reads the words of ``smlp vision train``.
+
+    Raises:
+        UserError: they are trained for unlike numbers of epochs.
     """
     count = functools.cache(lambda split: len(class_names(open_split(comparison.data, split, None))))
-    found = {}
+    found, epochs = {}, {}
     for name, words in comparison.models.items():
         args = options_of(comparison, words, parse)
         if not args.num_classes:  # without data, all models get ImageNet's number
@@ -172,6 +178,12 @@ def costs(comparison: Comparison, parse: Callable[[list[str]], Namespace]) -> di
             model(image)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         found[name] = {"flops": counter.get_total_flops(), "parameters": parameters}
+        schedule = {**scheduler_kwargs(args), "updates_per_epoch": 1}
+        _, epochs[name] = create_scheduler_v2(SGD(model.parameters()), **schedule)  # with --cooldown-epochs and such
+    (first, number), *others = epochs.items()
+    for name, other in others:
+        if other != number:
+            raise UserError(f"{name} is trained for {other} epochs and {first} for {number}: they must be the same")
     return found
 
 
