@@ -50,6 +50,11 @@ RESERVED = {
     "sample_break_mode": "nothing", "reset_optimizer": "nothing", "reset_dataloader": "nothing",
     "reset_meters": "nothing", "reset_lr_scheduler": "nothing", "help": "nothing",
 }  # fmt: skip
+#: options of the task masked_lm that choose the masked tokens, in validation as well
+_MASKING = frozenset((
+    *("mask_prob", "leave_unmasked_prob", "random_token_prob", "freq_weighted_replacement", "mask_whole_words"),
+    *("mask_multiple_length", "mask_stdev", "skip_masking"),
+))  # fmt: skip
 WHERE = ("local", "slurm")
 TEXT_SOURCES = ("python",)
 _MOST_NAME = 150  # most characters of a model's name, which becomes part of file names
@@ -144,7 +149,7 @@ def _experiment(path: Path, settings: dict[str, Any]) -> Experiment:
 
 
 def _check_tasks(experiment: Experiment) -> None:
-    """Refuse masked language models beside models that predict next tokens."""
+    """Refuse masked language models beside models that predict next tokens, or with unlike masks."""
     encoders = [entry.name for entry in experiment.models if entry.is_encoder]
     others = [entry.name for entry in experiment.models if not entry.is_encoder]
     others += ["match"] if experiment.matching else []
@@ -153,6 +158,14 @@ def _check_tasks(experiment: Experiment) -> None:
             f"{experiment.path}: {encoders[0]} is a masked language model and {others[0]} predicts next tokens: their "
             "losses are of different tasks and cannot be compared"
         )
+    unlike = {f"models.{one.name}": _MASKING & (one.overrides.keys() | one.recipe.keys()) for one in experiment.models}
+    unlike["tune"] = _MASKING & ({experiment.tuning.option} if experiment.tuning else set())
+    for where, names in unlike.items():
+        if names:
+            raise UserError(
+                f"{experiment.path}: {where} has {min(names)}, which decides what is validated on: it must be the same "
+                "for all runs, in recipe"
+            )
 
 
 def _check_numbers(experiment: Experiment) -> None:

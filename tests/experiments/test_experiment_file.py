@@ -275,6 +275,14 @@ MISTAKES |= {
         FILE[: FILE.index("  gMLP")] + _ENCODER + "match: {like: smlp_tiny}\n",
         r"BERT is a masked language model and match predicts next tokens",
     ),
+    "other masks": (
+        FILE[: FILE.index("  gMLP")] + _ENCODER + "  B: {arch: bert_mlm_tiny, recipe: {mask_prob: 0.03}}\n",
+        r"models.B has mask_prob, which decides what is validated on: it must be the same for all runs, in recipe$",
+    ),
+    "tuned masks": (
+        FILE[: FILE.index("  gMLP")] + _ENCODER + "tune: {tokens: 50k, mask_stdev: [0.1, 0.2]}\n",
+        r"tune has mask_stdev, which decides what is validated on",
+    ),
 }
 
 
