@@ -111,6 +111,8 @@ def _training_options(options: Mapping[str, Any], is_encoder: bool, path: Path) 
     start = options.get("bos_token_id", Vocabulary.eos)
     if start not in (Vocabulary.bos, Vocabulary.eos) or isinstance(start, bool):
         raise UserError(f"{path}: bos_token_id must be {Vocabulary.bos} or {Vocabulary.eos}, got {start!r:.40}")
+    if options.get("padding_idx", Vocabulary.pad) != Vocabulary.pad:
+        raise UserError(f"{path}: padding_idx must be {Vocabulary.pad}, got {options['padding_idx']!r:.40}")
     num_tokens = options.get("max_tokens")
     if not isinstance(num_tokens, int):
         raise UserError(f"{path} is damaged: max_tokens is {num_tokens!r:.40}, not a whole number")

@@ -243,12 +243,15 @@ def averaged(checkpoints: Sequence[Checkpoint]) -> Checkpoint:
 def _check_alike(first: Checkpoint, other: Checkpoint) -> None:
     ours, theirs = first.state["model"], other.state["model"]
     without = {*_OF_TRAINING, *ignored_settings(other.config, flatten(first.config))}
-    if names := [name for name in differences(other.config, first.config) if name not in without]:
-        values = [flatten(one.config).get(names[0]) for one in (first, other)]
-        raise UserError(
-            f"{first.path} and {other.path} are of different models: {names[0]} is {values[0]} in one and {values[1]} "
-            "in the other"
-        )
+    names = [name for name in differences(other.config, first.config) if name not in without]
+    values = {name: [flatten(one.config).get(name) for one in (first, other)] for name in names}
+    values["add_bos_token"] = [bool(one.state["cfg"]["model"].get("add_bos_token")) for one in (first, other)]
+    for name, (one, another) in values.items():
+        if one != another:
+            raise UserError(
+                f"{first.path} and {other.path} are of different models: {name} is {one} in one and {another} in the "
+                "other"
+            )
     if None not in (records := [dictionary_record(one) for one in (first, other)]) and records[0] != records[1]:
         raise UserError(f"{first.path} and {other.path} have different dictionaries")
     different = sorted(ours.keys() ^ theirs.keys())

@@ -214,6 +214,10 @@ def test_models_that_have_no_mean_are_named(tmp_path: Path, capsys) -> None:
             ["of different models", "is hash in one and base in the other"],
         ),
     }
+    state = content(save(tmp_path, "hash_lm_tiny", "f.pt"))  # of as many positions, the first for <s>
+    state["cfg"]["model"].update(add_bos_token=True, tokens_per_sample=state["cfg"]["model"]["tokens_per_sample"] - 1)
+    torch.save(state, tmp_path / "f.pt")
+    others["start"] = (tmp_path / "f.pt", ["add_bos_token is False in one and True in the other"])
     (tmp_path / "dictionary").mkdir()
     words = (tmp_path / "dict.txt").read_text().splitlines(keepends=True)
     (tmp_path / "dict.txt").write_text("".join(reversed(words)))

@@ -330,6 +330,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
         ({"gmlp_attention_dim": 10**30}, "gmlp_attention_dim must be at most 2,147,483,647"),
         ({"vocab_size": 99}, "vocab_size is 99, but the weights have 14"),
         ({"bos_token_id": 5}, "bos_token_id must be 0 or 2, got 5"),
+        ({"padding_idx": 0}, "padding_idx must be 1, got 0"),
     ):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         assert words in refused(capsys, "checkpoint", "import", folder, "-o", out)
