@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD
 from torch.utils.flop_counter import FlopCounterMode
 
+from data_prep.flow.streams import sha256_of
 from smlp.errors import UserError
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import Each, Maybe, read_json, write_json
@@ -65,7 +66,13 @@ if TYPE_CHECKING:
 TOLERANCE = 0.03
 _DONE = "done.json"
 _REPORTED = ("eval_top1", "train_images_per_second")
-_RECORDED = {"data": str, "options": [str], "models": Each([str]), "images": Maybe(Each(str))}
+_RECORDED = {
+    "data": str,
+    "options": [str],
+    "models": Each([str]),
+    "images": Maybe(Each(str)),
+    "checkpoints": Maybe(Each(str)),
+}
 _MOST_READ = 1 << 30  # bytes of images whose contents are compared
 _MOST_SEED = 2**31 - 1  # of smlp vision train
 _MOST_NAME = 200  # bytes; -s SEED.log is added
@@ -332,26 +339,39 @@ def _settle(comparison: Comparison, path: Path) -> None:
     """
     planned = {"data": comparison.data, "options": comparison.options, "models": comparison.models}
     images = {split: _digest(split_folder(comparison.data, split)) for split in _splits(comparison)}
+    checkpoints = {str(file): sha256_of(file) for file in _initial_checkpoints(comparison) if file.is_file()}
     older = read_json(path, _RECORDED) if path.is_file() else {**planned, "images": images}
     models = {name: words for name, words in older["models"].items() if name in comparison.models}
-    before = older.get("images") or {}
+    before, first = older.get("images") or {}, older.get("checkpoints") or {}
     for name, old, new in (
         *((name, older[name], planned[name]) for name in ("data", "options")),
         *((f"images.{split}", before.get(split, digest), digest) for split, digest in images.items()),
+        *((file, first.get(file, digest), digest) for file, digest in checkpoints.items()),
         *((f"models.{name}", words, comparison.models[name]) for name, words in models.items()),
     ):
         if old != new:
             raise UserError(f"{path.parent} was made with {name} = {old}, not {new}: give another --out")
-    write_json(path, {**planned, "images": {**before, **images}, "models": {**older["models"], **comparison.models}})
+    files = {"images": {**before, **images}, "checkpoints": {**first, **checkpoints}}
+    write_json(path, {**planned, **files, "models": {**older["models"], **comparison.models}})
 
 
 def _splits(comparison: Comparison) -> set[str]:
     """Return the splits that the models are trained and validated on."""
-    parser = ArgumentParser(add_help=False)
-    parser.add_argument("--train-split", default="train")
-    parser.add_argument("--val-split", default="validation")
+    return _values_of(comparison, {"--train-split": "train", "--val-split": "validation"})
+
+
+def _initial_checkpoints(comparison: Comparison) -> list[Path]:
+    """Return the files that the models begin from."""
+    return [Path(file) for file in _values_of(comparison, {"--initial-checkpoint": ""}) if file]
+
+
+def _values_of(comparison: Comparison, options: Mapping[str, str]) -> set[str]:
+    """Return the values of options, given with their defaults, over all models."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    for option, default in options.items():
+        parser.add_argument(option, default=default)
     found = (parser.parse_known_args([*comparison.options, *words])[0] for words in comparison.models.values())
-    return {split for args in found for split in vars(args).values()}
+    return {value for args in found for value in vars(args).values()}
 
 
 def _digest(folder: Path) -> str:

@@ -21,6 +21,7 @@ from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler_factory import scheduler_kwargs
 from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler
+from timm.utils.checkpoint_saver import load_checkpoint_metadata
 from timm.utils.summary import trim_summary
 from torch import nn
 
@@ -168,6 +169,30 @@ def _fits(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+class _Saver(CheckpointSaver):
+    """timm's, which also ends a save that a kill interrupted."""
+
+    _is_saved = False
+
+    def finish(self, last: str) -> None:
+        """Do again what follows once the last checkpoint is written: timm resumes as if all of it had been done."""
+        state = load_checkpoint_metadata(last)["saver"]
+        epoch, metric = state.get("pending", (None, None))
+        if epoch is not None:
+            self.load_state_dict({**state, "pending": (None, None)})
+            self._is_saved = True
+            self.save_checkpoint(epoch, metric)
+            self._is_saved = False
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        if not self._is_saved:
+            super()._save(*args, **kwargs)
+
+    def _replace(self, src: str, dst: str) -> None:
+        if not self._is_saved:
+            super()._replace(src, dst)
+
+
 def _trim(summary: Path, first_epoch: int) -> None:
     """Drop the rows from an epoch on, and one that was cut off; the next row would be joined to it."""
     content = summary.read_bytes() if summary.exists() else b""
@@ -290,7 +315,7 @@ class Training:
     def _saver(self) -> CheckpointSaver:
         args = self.args
         (self.folder / "args.yaml").write_text(yaml.safe_dump(vars(args), default_flow_style=False), encoding="utf-8")
-        saver = CheckpointSaver(
+        saver = _Saver(
             self.model,
             self.optimizer,
             args=args,
@@ -300,7 +325,9 @@ class Training:
             max_history=args.checkpoint_hist,
         )
         if args.resume and Path(args.resume).resolve().parent == self.folder.resolve():  # what is best, and kept
-            saver.load_state_dict_from_checkpoint(args.resume)
+            has_state = saver.load_state_dict_from_checkpoint(args.resume)
+            if has_state and Path(args.resume).resolve().name == LAST:
+                saver.finish(args.resume)
         _trim(self.folder / SUMMARY, self.first_epoch)
         return saver
 

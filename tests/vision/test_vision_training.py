@@ -129,6 +129,37 @@ def test_a_run_resumes_in_its_own_folder(digits, tmp_path, capsys):
         assert [row["epoch"] for row in rows(tmp_path / "run")] == ["0", "1", "2"]
 
 
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_save_that_a_kill_interrupted_is_ended(digits, tmp_path, monkeypatch, place):
+    """Once the last checkpoint is written, those of the epoch and of the best epoch are still to come."""
+    top1 = iter([10.0, 30.0, 20.0] * 2)
+    monkeypatch.setattr("smlp.vision.train.validate", lambda *args: {"loss": 1.0, "top1": next(top1), "top5": 0.0})
+    options = ["--epochs", "3", "--warmup-epochs", "0", "-b", "80", "--no-aug", "--checkpoint-hist", "2"]
+    assert train(digits, *options, "--output", tmp_path, "--experiment", "whole") == 0
+    link, calls = os.link, []
+
+    def killed(source, target):
+        calls.append(target)
+        if len(calls) == 2 + place:  # of the second epoch
+            raise Killed
+        link(source, target)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr("os.link", killed)
+        train(digits, *options, "--output", tmp_path, "--experiment", "cut")
+    assert (tmp_path / "cut" / "checkpoint-1.pth.tar").exists() == (place == 2)
+    assert train(digits, *options, "--resume", tmp_path / "cut" / "last.pth.tar") == 0
+    found = [
+        {path.name: read_checkpoint(str(path))["epoch"] for path in (tmp_path / name).glob("*.pth.tar")}
+        for name in ("whole", "cut")
+    ]
+    assert found[0] == found[1] and found[0]["model_best.pth.tar"] == 1 and len(found[0]) == 4
+
+
 def test_seeds_and_epochs_draw_different_batches(digits, tmp_path):
     for seed in (1, 2):
         assert train(digits, *RECIPE, "--output", tmp_path, "--experiment", f"seed{seed}", "--seed", seed) == 0
