@@ -132,16 +132,17 @@ def download(
             raise DownloadFailed(f"{file.url}: stopped after {partial.size:,} bytes")
         try:
             _attempt(file, partial, patience, advance, stop)
-            _check(file, partial)
+            if problem := difference(file, partial.path):
+                raise _Passing(problem, lost=partial.discard())  # to be downloaded again
             break
-        except _Passing as problem:
-            advance(-problem.lost)
+        except _Passing as passing:
+            advance(-passing.lost)
             if partial.size > furthest:
                 furthest, failures = partial.size, 0
             failures += 1
             if failures >= patience.attempts:
-                raise DownloadFailed(f"{file.url}: {problem}; gave up after {failures} attempts") from None
-            wait = max(problem.wait, patience.first_wait * 2.0 ** min(failures - 1, 60))
+                raise DownloadFailed(f"{file.url}: {passing}; gave up after {failures} attempts") from None
+            wait = max(passing.wait, patience.first_wait * 2.0 ** min(failures - 1, 60))
             stop.wait(min(wait, patience.longest_wait))
     partial.keep_as(path)
 
@@ -240,17 +241,18 @@ def _seconds(retry_after: str) -> float:
         return 0.0
 
 
-def _check(file: RemoteFile, partial: _Partial) -> None:
-    """Compare the file with the list; throw away a wrong one, so that it is downloaded again."""
-    if file.num_bytes is not None and partial.size != file.num_bytes:
-        have = partial.discard()
-        raise _Passing(f"received {have:,} bytes, but its list says {file.num_bytes:,}", lost=have)
+def difference(file: RemoteFile, path: Path) -> str | None:
+    """Return how a downloaded file differs from what its list says; None if it does not."""
+    size = path.stat().st_size
+    if file.num_bytes is not None and size != file.num_bytes:
+        return f"received {size:,} bytes, but its list says {file.num_bytes:,}"
     if file.digest:
         algorithm, expected = file.digest
-        with open(partial.path, "rb") as content:
+        with open(path, "rb") as content:
             found = hashlib.file_digest(content, algorithm).hexdigest()
         if found != expected.lower():
-            raise _Passing(f"its {algorithm} is {found}, expected {expected}", lost=partial.discard())
+            return f"its {algorithm} is {found}, expected {expected}"
+    return None
 
 
 def _plain(error: BaseException) -> str:

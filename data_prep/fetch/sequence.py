@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.fetch import hub, warc, wikipedia
-from data_prep.fetch.download import DownloadFailed, RemoteFile, bytes_there, download, download_all, from_json
+from data_prep.fetch.download import (
+    DownloadFailed,
+    RemoteFile,
+    bytes_there,
+    difference,
+    download,
+    download_all,
+    from_json,
+)
 from data_prep.fetch.listing import list_files
 from data_prep.fetch.source import Hub
 from data_prep.fetch.wanted import Wanted
@@ -235,6 +243,8 @@ def convert(part: FilePart, out: Path, wanted: Wanted) -> PartResult:
         file = from_json(request)
         path, limits = wanted.raw / file.name, (reading.max_bytes, reading.max_seconds)
         _download_if_absent(file, path, wanted)
+        if problem := difference(file, path):
+            raise PartFailed(f"{path} was changed ({problem}): remove it, and the same command downloads it again")
         facts = {"url": file.url, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
         if wanted.source.format == "wikipedia":
             pieces = wikipedia.articles(path, part.source, *limits)

@@ -117,9 +117,11 @@ def tokenizer_of(
     if is_its_own is None and dictionary is not None:
         _check_dictionary(path, found.vocabulary, checkpoint)
     if is_its_own is False:
+        remedy = "put that one beside the checkpoint, or name it with --dict"
+        if dictionary is not None:
+            remedy = "use that one, and data that were made with it"
         raise UserError(
-            f"dictionary {path} has other symbols than the one that {checkpoint.path} was trained with: put that one "
-            "beside the checkpoint, or name it with --dict"
+            f"dictionary {path} has other symbols than the one that {checkpoint.path} was trained with: {remedy}"
         )
     return found
 

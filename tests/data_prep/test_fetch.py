@@ -429,6 +429,21 @@ def test_a_file_that_changed_on_the_server_is_void(server, tmp_path, capsys):
     assert "with other settings (limit_documents was None, now 2)" in capsys.readouterr().err
 
 
+def test_a_download_that_was_changed_is_not_converted(server, tmp_path, capsys):
+    source, out = books_source(server, tmp_path), tmp_path / "out"
+    server.faults["b/two.txt.bz2"] = status(404)
+    assert run(source, "--out", out, *QUICK) == 1
+    server.faults.clear()
+    held = out / ".raw" / "books" / "one.txt.xz"
+    held.write_bytes(lzma.compress(b"Quite another text.\n"))
+    for path in (out / "books").rglob("*one*"):
+        path.unlink()
+    assert run(source, "--out", out, *QUICK) == 1
+    assert f"{held} was changed (its sha256 is " in capsys.readouterr().err
+    held.unlink()
+    assert run(source, "--out", out, *QUICK) == 0 and "Second." in texts(out)
+
+
 def test_limits(server, tmp_path):
     source, out = books_source(server, tmp_path), tmp_path / "out"
     assert run(source, "--out", out, *QUICK, "--limit-documents", "2") == 0

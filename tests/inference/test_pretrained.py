@@ -163,6 +163,8 @@ def test_the_dictionary_of_another_project_is_refused(checkpoint, tmp_path):
     (tmp_path / "dict.txt").rename(tmp_path / "own.txt")
     with pytest.raises(smlp.UserError, match=r"data-bin/dict\.txt has other symbols than the one that .* was trained"):
         load_pretrained(path)
+    with pytest.raises(smlp.UserError, match=r"was trained with: use that one, and data that were made with it$"):
+        load_pretrained(path, tmp_path / "data-bin" / "dict.txt")
     with pytest.raises(smlp.UserError, match="was trained with another dictionary than that of the data"):
         check_dictionary_of(str(path), tmp_path / "data-bin", Namespace(other_dictionary=False))
     assert load_pretrained(path, dictionary=tmp_path / "own.txt").vocabulary.symbols == own.symbols
@@ -194,9 +196,9 @@ def test_damage_is_named_in_one_line(checkpoint, damage, words, capsys):
 def test_what_is_no_text_is_refused(checkpoint):
     model = load_pretrained(checkpoint[0])
     calls = {
-        "prompts must be strings, got b'the s1'": lambda: model.generate(b"the s1"),
-        "prompts must be strings, got None": lambda: model.generate(None),
-        "prompts must be strings, got 'the s1'": lambda: model.continuations("the s1"),
+        "prompts must be a list of strings, got b'the s1'": lambda: model.generate(b"the s1"),
+        "prompts must be a list of strings, got None": lambda: model.generate(None),
+        "prompts must be a list of strings, got 'the s1'": lambda: model.continuations("the s1"),
         "a text must be a string, got 1": lambda: model.generate([1, 2]),
         "a text must be a string, got b'the s1'": lambda: model.generate(["the", b"the s1"]),
         r"a text must be a string, got \[3\]": lambda: model.stream([3]),

@@ -205,7 +205,7 @@ class TextWriter:
         if not isinstance(batch_size, int) or batch_size < 1:
             raise UserError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
-            raise UserError(f"prompts must be strings, got {prompts!r:.80}")
+            raise UserError(f"prompts must be a list of strings, got {prompts!r:.80}")
         prompts = list(prompts)
         tokens = [self.prompt_tokens(prompt) for prompt in prompts]
         return self._in_batches(prompts, tokens, self.num_cut(tokens), batch_size)
