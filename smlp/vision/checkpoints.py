@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import importlib
 import re
@@ -23,7 +24,7 @@ from smlp.checkpoint.torch_file import OtherClassError, check_records, is_archiv
 from smlp.errors import UserError, out_of_memory
 from smlp.files import is_safetensors, regular_file
 from smlp.vision.model import ImageModel
-from smlp.vision.weights import can_change_resolution, change_resolution, from_timm
+from smlp.vision.weights import can_change_resolution, change_resolution, from_timm, img_size_of
 
 #: registers smlp_mixer_* and smlp_gmlp_*
 OWN_MODELS = "smlp.vision.timm_models"
@@ -179,8 +180,7 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
     """Return a checkpoint whose weights are converted to ``args.img_size``, as the papers do before fine-tuning.
 
     Args:
-        checkpoint: from :func:`read_checkpoint`; its own options say at which size it was trained, or else the model
-            does.
+        checkpoint: from :func:`read_checkpoint`; its weights over tokens say at which size it was trained.
         args: what the model is to be; ``model_kwargs`` gets the hidden width over tokens of the larger Mixer.
         use_ema: convert the moving average if there is one, instead of the weights themselves.
 
@@ -190,12 +190,15 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
     """
     if args.img_size is None:
         raise UserError("--change-resolution needs --img-size, the size to change to")
-    trained_size = getattr(checkpoint.get("args"), "img_size", None)
-    model = _outline(args, img_size=trained_size)
+    model = _outline(args)
     if not isinstance(model, ImageModel):
         raise UserError(f"--change-resolution is for smlp_mixer_* and smlp_gmlp_*, not for timm's {args.model}")
     averaged = checkpoint.get("state_dict_ema") if use_ema else None
-    state, config = change_resolution(from_timm(averaged or checkpoint["state_dict"]), model.config, args.img_size)
+    trained = from_timm(averaged or checkpoint["state_dict"])
+    config = model.config
+    if (size := img_size_of(trained, config.patch_size)) is not None:
+        config = dataclasses.replace(config, img_size=size)
+    state, config = change_resolution(trained, config, args.img_size)
     if config.block == "mixer":
         args.model_kwargs = {**args.model_kwargs, "token_dim": config.token_dim}
     return {"state_dict": state}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -80,6 +81,12 @@ def change_resolution(
         f"pyramid={config.pyramid}, pool={config.pool}, permutations={config.permutations}, "
         f"mixed_tokens={config.mixed_tokens}",
     )
+    for name, tensor in state.items():
+        over = _num_tokens(name, tensor)
+        require(
+            over in (None, config.grid**2),
+            f"{name} is over {over} tokens, and images of {config.img_size} pixels have {config.grid**2} patches",
+        )
     if config.block == "gmlp":
         return {name: _shifted(name, tensor, config.grid, new.grid) for name, tensor in state.items()}, new
     factor, rest = divmod(new.grid, config.grid)
@@ -90,6 +97,23 @@ def change_resolution(
     )
     new = dataclasses.replace(new, token_dim=factor**2 * config.token_dim)
     return {name: _block_diagonal(name, tensor, config.grid, factor) for name, tensor in state.items()}, new
+
+
+def img_size_of(state: Mapping[str, Tensor], patch_size: int) -> int | None:
+    """Return the side of the images that weights over tokens are for; None if there are none."""
+    numbers = (_num_tokens(name, tensor) for name, tensor in state.items())
+    found = next((number for number in numbers if number is not None), None)
+    return None if found is None else math.isqrt(found) * patch_size
+
+
+def _num_tokens(name: str, tensor: Tensor) -> int | None:
+    """Return the tokens that a tensor has a number for; None for one that has none for tokens."""
+    rows, columns = (1, 1, *tensor.shape)[-2:]
+    if _OURS.search(name):
+        return columns
+    found = _OVER_TOKENS.search(name)
+    kind = found.groups() if found else None
+    return {("fc1", "weight"): columns, ("fc2", "weight"): rows, ("fc2", "bias"): columns}.get(kind)
 
 
 def _shifted(name: str, tensor: Tensor, grid: int, new_grid: int) -> Tensor:

@@ -37,6 +37,14 @@ def test_a_mosaic_of_images_has_the_mean_of_their_logits(token_mixing, factor):
         assert token_mixing == "untied" or (larger(mosaic) - expected).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("name", ["smlp_mixer_s16", "smlp_gmlp_ti16"])
+def test_weights_of_another_size_than_the_settings_say_are_refused(name):
+    model = randomised(name)
+    settings = dataclasses.replace(model.config, img_size=24)
+    with pytest.raises(UserError, match=r"is over 9 tokens, and images of 24 pixels have 36 patches"):
+        change_resolution(model.state_dict(), settings, 48)
+
+
 @pytest.mark.parametrize("new_grid", [2, 3, 5, 8])
 def test_every_filter_of_a_gmlp_is_the_central_one_shifted(new_grid):
     model = randomised("smlp_gmlp_ti16")

@@ -303,6 +303,10 @@ def test_change_of_resolution(digits, tmp_path, model):
     small = tmp_path / "small" / "last.pth.tar"
     at_once = evaluated(small, digits, "--img-size", "16", "--change-resolution")
     assert at_once["image_size"] == 16 and at_once["weights"] == "state_dict"
+    bare = tmp_path / "bare.pth"  # which does not say at which size it was trained
+    torch.save(read_checkpoint(str(small))["state_dict"], bare)
+    sizes = ["--model", model, *TINY[2:-2], *SIZES, "--img-size", "16"]
+    assert evaluated(bare, digits, *sizes, "--change-resolution")["loss"] == at_once["loss"]
     larger = [
         "--initial-checkpoint",
         small,
