@@ -342,6 +342,12 @@ def check_folder_of(plan: Finetuning, folder: Folder) -> None:
     check_made_with(folder.path, made_with, plan.made_with(run))
 
 
+def _state_of(plan: Finetuning, folder: RunFolder, run: FinetuningRun) -> str:
+    """Return the state of a run; one that was done waits again if its log has been lost, which has its scores."""
+    state = folder.state()["state"]
+    return WAITING if state == DONE and scores_of(folder, plan.data, run.updates) is None else state
+
+
 def run_finetuning(
     plan: Finetuning, folder: Folder, jobs: int, threads: int | None
 ) -> tuple[signal.Signals | None, list[str]]:
@@ -364,8 +370,7 @@ def run_finetuning(
     for run in runs:
         own = folder.run(run.folder)
         own.claim(plan.made_with(run))
-        if own.state()["state"] == DONE and scores_of(own, plan.data, run.updates) is None:  # its log has been lost
-            own.update_state(state=WAITING)
+        own.update_state(state=_state_of(plan, own, run))
     left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
     machine = Machine.shared(jobs, 1, threads, 0 if plan.is_on_cpu else torch.cuda.device_count())
     print(f"{len(left)} of {len(runs)} runs to do, {jobs} at a time, {machine.threads} threads each", flush=True)
@@ -391,5 +396,5 @@ def print_plan(plan: Finetuning, folder: Folder) -> None:
     print(f"{data.task or data.path}: {data.rows['train']:,} rows, {data.metric} on {', '.join(data.subsets)}")
     print(f"{len(plan.grid)} points x {len(plan.seeds)} seeds = {len(runs)} runs; updates: {lengths}")
     for run in runs:
-        print(f"  {run.name}: {folder.run(run.folder).state()['state']}")
+        print(f"  {run.name}: {_state_of(plan, folder.run(run.folder), run)}")
     print(f"the first run:\n  smlp train {shlex.join(plan.words(runs[0], folder.run(runs[0].folder).path))}")

@@ -158,14 +158,15 @@ def _check_tasks(experiment: Experiment) -> None:
             f"{experiment.path}: {encoders[0]} is a masked language model and {others[0]} predicts next tokens: their "
             "losses are of different tasks and cannot be compared"
         )
-    unlike = {f"models.{one.name}": _MASKING & (one.overrides.keys() | one.recipe.keys()) for one in experiment.models}
-    unlike["tune"] = _MASKING & ({experiment.tuning.option} if experiment.tuning else set())
-    for where, names in unlike.items():
-        if names:
-            raise UserError(
-                f"{experiment.path}: {where} has {min(names)}, which decides what is validated on: it must be the same "
-                "for all runs, in recipe"
-            )
+    given = {one.name: {**experiment.recipe, **one.overrides, **one.recipe} for one in experiment.models}
+    unlike = [name for name in _MASKING if len({shown(own.get(name)) for own in given.values()}) > 1]
+    if experiment.tuning and experiment.tuning.option in _MASKING:
+        unlike.append(experiment.tuning.option)
+    if unlike:
+        raise UserError(
+            f"{experiment.path}: {min(unlike)} decides what is validated on: it must be the same for all runs, as in "
+            "recipe"
+        )
 
 
 def _check_numbers(experiment: Experiment) -> None:

@@ -277,11 +277,11 @@ MISTAKES |= {
     ),
     "other masks": (
         FILE[: FILE.index("  gMLP")] + _ENCODER + "  B: {arch: bert_mlm_tiny, recipe: {mask_prob: 0.03}}\n",
-        r"models.B has mask_prob, which decides what is validated on: it must be the same for all runs, in recipe$",
+        r"small.yaml: mask_prob decides what is validated on: it must be the same for all runs, as in recipe$",
     ),
     "tuned masks": (
         FILE[: FILE.index("  gMLP")] + _ENCODER + "tune: {tokens: 50k, mask_stdev: [0.1, 0.2]}\n",
-        r"tune has mask_stdev, which decides what is validated on",
+        r"small.yaml: mask_stdev decides what is validated on",
     ),
 }
 
@@ -291,6 +291,11 @@ def test_mistakes_are_named(tmp_path, mistake):
     text, message = MISTAKES[mistake]
     with pytest.raises(UserError, match=message):
         read(tmp_path, text)
+
+
+def test_all_encoders_may_have_masks_of_their_own(tmp_path):
+    text = FILE[: FILE.index("  gMLP")] + _ENCODER + "  B: {arch: bert_mlm_tiny, recipe: {mask_prob: 0.2}}\n"
+    assert read(tmp_path, text.replace("bert_mlm_tiny}", "bert_mlm_tiny, mask_prob: 0.2}")).models[1].recipe
 
 
 def test_data_in_several_folders(tmp_path):

@@ -293,7 +293,7 @@ except UserError as error:
         assert "another smlp finetune is running" in pid
 
 
-def test_a_run_that_ended_without_a_number_is_trained_again(trainer, tmp_path):
+def test_a_run_that_ended_without_a_number_is_trained_again(trainer, tmp_path, capsys):
     assert trainer({"1e-05": [80, "nan"]}, "--keep-checkpoints", seeds=(1, 2)) == (1, ["1e-05-1", "1e-05-2"])
     last = tmp_path / "out/runs/lr1e-05-b16-s2/checkpoint_last.pt"
     assert last.is_file(), "for whoever wants to know why"
@@ -305,6 +305,10 @@ def test_a_run_that_ended_without_a_number_is_trained_again(trainer, tmp_path):
     assert trainer({"1e-05": [80, 82]}, seeds=(1, 2)) == (0, ["1e-05-2"]), "its scores have been lost"
     assert found(tmp_path)["best"]["medians"]["valid"]["accuracy"]["high"] == 82
     log.unlink()
+    capsys.readouterr()
+    assert trainer({"1e-05": []}, "--dry-run", seeds=(1, 2)) == (0, [])
+    said = capsys.readouterr().out
+    assert "lr1e-05-b16-s1: done" in said and "lr1e-05-b16-s2: waiting" in said
     assert trainer({"1e-05": [80, 83]}, seeds=(1, 2)) == (0, ["1e-05-2"])
 
 
