@@ -97,12 +97,18 @@ def counted_parameters(model: Decoder | Encoder) -> dict[str, tuple[int, int]]:
 
 def distinct_blocks(blocks: nn.ModuleList) -> tuple[nn.ModuleList, list[int]]:
     """Return the first block of each kind and, for every block, the number of its kind: blocks of a kind have equal
-    modules and sizes."""
+    modules, sizes and numbers as attributes."""
     firsts: dict[Any, int] = {}
     distinct, kinds = nn.ModuleList(), []
     for block in blocks:
         shapes = tuple((name, tensor.shape) for name, tensor in block.state_dict().items())
-        kind = firsts.setdefault((repr(block), shapes), len(distinct))
+        numbers = [
+            (path, name, value)
+            for path, module in block.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, int | float)
+        ]
+        kind = firsts.setdefault((repr(block), shapes, tuple(numbers)), len(distinct))
         if kind == len(distinct):
             distinct.append(block)
         kinds.append(kind)

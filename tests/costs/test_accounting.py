@@ -258,6 +258,8 @@ def test_blocks_are_alike_if_modules_and_sizes_are():
     assert kinds == [0, 0, 1, 0, 0, 1, 0, 0] and list(distinct) == [blocks[0], blocks[2]]
     blocks[4] = build_without_weights(preset("smlp_tiny", max_tokens=64)).blocks[0]  # other spatial weights
     assert counted.distinct_blocks(blocks)[1] == [0, 0, 1, 0, 2, 1, 0, 0]
+    blocks[6].num_passes = 2  # as a plug-in's block may have, which its repr does not show
+    assert counted.distinct_blocks(blocks)[1] == [0, 0, 1, 0, 2, 1, 3, 0]
 
 
 @pytest.mark.parametrize("scores", ["rotary", "relative"])
