@@ -217,7 +217,7 @@ def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int |
         problem = "it changed on the server" if changed else "the server did not resume where it was asked to"
         raise _Passing(problem, lost=partial.discard())
     if status == 200:
-        is_chunked = "Transfer-Encoding" in response.headers  # which overrides a length
+        is_chunked = response.headers.get("Transfer-Encoding", "").lower() == "chunked"  # which overrides a length
         length = None if is_chunked else re.fullmatch(_LENGTH, response.headers.get("Content-Length", ""))
         return (int(length[0]) if length else None), False
     problem = f"the server answers {status} {response.reason}".rstrip()
@@ -245,7 +245,7 @@ def difference(file: RemoteFile, path: Path) -> str | None:
     """Return how a downloaded file differs from what its list says; None if it does not."""
     size = path.stat().st_size
     if file.num_bytes is not None and size != file.num_bytes:
-        return f"received {size:,} bytes, but its list says {file.num_bytes:,}"
+        return f"it has {size:,} bytes, but its list says {file.num_bytes:,}"
     if file.digest:
         algorithm, expected = file.digest
         with open(path, "rb") as content:

@@ -119,7 +119,7 @@ def tokenizer_of(
     if is_its_own is False:
         remedy = "put that one beside the checkpoint, or name it with --dict"
         if dictionary is not None:
-            remedy = "use that one, and data that were made with it"
+            remedy = "use that one"
         raise UserError(
             f"dictionary {path} has other symbols than the one that {checkpoint.path} was trained with: {remedy}"
         )

@@ -25,7 +25,7 @@ from smlp.config import ModelConfig, differences, flatten
 from smlp.config.presets import FROM_TASK, preset
 from smlp.errors import UserError
 from smlp.evaluation.curves import log_records
-from smlp.experiments.folder import DONE, WAITING, Folder, RunFolder, check_made_with
+from smlp.experiments.folder import DONE, Folder, RunFolder, check_made_with
 from smlp.experiments.json_files import COUNT, Each, Finite, Maybe, read_json
 from smlp.experiments.local import TRAIN, Machine, TrainingChain
 from smlp.experiments.plan import VALID_BATCHES
@@ -342,12 +342,6 @@ def check_folder_of(plan: Finetuning, folder: Folder) -> None:
     check_made_with(folder.path, made_with, plan.made_with(run))
 
 
-def _state_of(plan: Finetuning, folder: RunFolder, run: FinetuningRun) -> str:
-    """Return the state of a run; one that was done waits again if its log has been lost, which has its scores."""
-    state = folder.state()["state"]
-    return WAITING if state == DONE and scores_of(folder, plan.data, run.updates) is None else state
-
-
 def run_finetuning(
     plan: Finetuning, folder: Folder, jobs: int, threads: int | None
 ) -> tuple[signal.Signals | None, list[str]]:
@@ -368,9 +362,7 @@ def run_finetuning(
     runs = plan.runs()
     check_folder_of(plan, folder)
     for run in runs:
-        own = folder.run(run.folder)
-        own.claim(plan.made_with(run))
-        own.update_state(state=_state_of(plan, own, run))
+        folder.run(run.folder).claim(plan.made_with(run))
     left = [run for run in runs if folder.run(run.folder).state()["state"] != DONE]
     machine = Machine.shared(jobs, 1, threads, 0 if plan.is_on_cpu else torch.cuda.device_count())
     print(f"{len(left)} of {len(runs)} runs to do, {jobs} at a time, {machine.threads} threads each", flush=True)
@@ -378,9 +370,18 @@ def run_finetuning(
     chains = [_FinetuningChain(plan, folder, run, machine, progress) for run in left]
     stopped = run_chains(chains, jobs, progress.watch)
     progress.end()
-    states = {run.name: folder.run(run.folder).state() for run in runs}
-    reasons = {name: state["message"] for name, state in states.items() if state["state"] != DONE}
-    return stopped, [f"{name}: {why or 'it was stopped, and can be resumed'}" for name, why in reasons.items()]
+    reasons = {run.name: _why_not_done(plan, folder.run(run.folder), run) for run in runs}
+    return stopped, [f"{name}: {why}" for name, why in reasons.items() if why is not None]
+
+
+def _why_not_done(plan: Finetuning, folder: RunFolder, run: FinetuningRun) -> str | None:
+    """Return why a run has no scores; None if it has."""
+    state = folder.state()
+    if state["state"] != DONE:
+        return state["message"] or "it was stopped, and can be resumed"
+    if scores_of(folder, plan.data, run.updates) is None:
+        return f"{folder.log} has lost the scores of its last update: remove {folder.path} to train it again"
+    return None
 
 
 def print_plan(plan: Finetuning, folder: Folder) -> None:
@@ -396,5 +397,5 @@ def print_plan(plan: Finetuning, folder: Folder) -> None:
     print(f"{data.task or data.path}: {data.rows['train']:,} rows, {data.metric} on {', '.join(data.subsets)}")
     print(f"{len(plan.grid)} points x {len(plan.seeds)} seeds = {len(runs)} runs; updates: {lengths}")
     for run in runs:
-        print(f"  {run.name}: {_state_of(plan, folder.run(run.folder), run)}")
+        print(f"  {run.name}: {folder.run(run.folder).state()['state']}")
     print(f"the first run:\n  smlp train {shlex.join(plan.words(runs[0], folder.run(runs[0].folder).path))}")

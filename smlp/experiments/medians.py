@@ -150,7 +150,7 @@ def page(results: dict[str, Any]) -> str:
                 "number of runs for them."
             )
     missing = [
-        f"- lr {point['lr']}, batch size {point['batch_size']}, seed {seed}: {run['message'] or run['state']}"
+        f"- lr {point['lr']}, batch size {point['batch_size']}, seed {seed}: {run['message'] or _state_of(run)}"
         for point in results["points"]
         for seed, run in point["runs"].items()
         if not run["scores"]
@@ -158,6 +158,11 @@ def page(results: dict[str, Any]) -> str:
     if missing:
         notes.append("\n".join(["The following runs are not done, so their points cannot be chosen:", "", *missing]))
     return "\n\n".join([f"# {results['encoder']['arch']} on {data['task'] or data['path']}", *notes]) + "\n"
+
+
+def _state_of(run: dict[str, Any]) -> str:
+    """Return the state of a run without scores."""
+    return "its log has no finite scores of its last update" if run["state"] == DONE else run["state"]
 
 
 def _shown(median: dict[str, float]) -> str:

@@ -52,8 +52,8 @@ RESERVED = {
 }  # fmt: skip
 #: options of the task masked_lm that choose the masked tokens, in validation as well
 _MASKING = frozenset((
-    *("mask_prob", "leave_unmasked_prob", "random_token_prob", "freq_weighted_replacement", "mask_whole_words"),
-    *("mask_multiple_length", "mask_stdev", "skip_masking"),
+    *("mask_prob", "leave_unmasked_prob", "random_token_prob", "freq_weighted_replacement", "mask_multiple_length"),
+    "mask_stdev",
 ))  # fmt: skip
 WHERE = ("local", "slurm")
 TEXT_SOURCES = ("python",)
@@ -158,11 +158,11 @@ def _check_tasks(experiment: Experiment) -> None:
             f"{experiment.path}: {encoders[0]} is a masked language model and {others[0]} predicts next tokens: their "
             "losses are of different tasks and cannot be compared"
         )
-    given = {one.name: {**experiment.recipe, **one.overrides, **one.recipe} for one in experiment.models}
-    unlike = [name for name in _MASKING if len({shown(own.get(name)) for own in given.values()}) > 1]
+    given = [{**experiment.recipe, **one.overrides, **one.recipe} for one in experiment.models]
+    unlike = [name for name in _MASKING if len({shown(own.get(name)) for own in given}) > 1]
     if experiment.tuning and experiment.tuning.option in _MASKING:
         unlike.append(experiment.tuning.option)
-    if unlike:
+    if encoders and unlike:
         raise UserError(
             f"{experiment.path}: {min(unlike)} decides what is validated on: it must be the same for all runs, as in "
             "recipe"

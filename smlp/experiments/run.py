@@ -50,7 +50,7 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
     on_cluster = experiment.resources.where == "slurm" and not only_scores
     with folder.locked():
         if on_cluster and (queued := slurm.jobs_in_queue(folder)):
-            print(f"jobs {', '.join(queued)} are in the queue: nothing is submitted (smlp compare status, squeue --me)")
+            print(f"jobs {', '.join(queued)} are in the queue: nothing is submitted (see smlp compare status)")
             return 0
         data, models = _prepare(experiment, folder)
         if on_cluster:

@@ -340,13 +340,14 @@ def _settle(comparison: Comparison, path: Path) -> None:
     planned = {"data": comparison.data, "options": comparison.options, "models": comparison.models}
     images = {split: _digest(split_folder(comparison.data, split)) for split in _splits(comparison)}
     checkpoints = {str(file): sha256_of(file) for file in _initial_checkpoints(comparison) if file.is_file()}
+    is_begun = any((path.parent / "runs").glob("*/*.pth.tar"))
     older = read_json(path, _RECORDED) if path.is_file() else {**planned, "images": images}
     models = {name: words for name, words in older["models"].items() if name in comparison.models}
-    before, first = older.get("images") or {}, older.get("checkpoints") or {}
+    before, first = older.get("images") or {}, (is_begun and older.get("checkpoints")) or {}
     for name, old, new in (
         *((name, older[name], planned[name]) for name in ("data", "options")),
         *((f"images.{split}", before.get(split, digest), digest) for split, digest in images.items()),
-        *((file, first.get(file, digest), digest) for file, digest in checkpoints.items()),
+        *((f"the sha256 of {file}", first.get(file, digest), digest) for file, digest in checkpoints.items()),
         *((f"models.{name}", words, comparison.models[name]) for name, words in models.items()),
     ):
         if old != new:

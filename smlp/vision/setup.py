@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import math
+import pickle
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -169,16 +170,30 @@ def _fits(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def _epoch_of(path: Path) -> int:
+    """Return the epoch of a checkpoint; -1 if it is not there or not whole."""
+    try:
+        return int(load_checkpoint_metadata(path)["epoch"])
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
+        return -1
+
+
 class _Saver(CheckpointSaver):
     """timm's, which also ends a save that a kill interrupted."""
 
     _is_saved = False
 
     def finish(self, last: str) -> None:
-        """Do again what follows once the last checkpoint is written: timm resumes as if all of it had been done."""
-        state = load_checkpoint_metadata(last)["saver"]
+        """Do what follows once the last checkpoint is written, unless it was done: timm resumes as if it always was."""
+        found = load_checkpoint_metadata(last)
+        state = found["saver"]
         epoch, metric = state.get("pending", (None, None))
-        if epoch is not None:
+        if metric is None or "loss" in str(getattr(found.get("args"), "eval_metric", "")):  # timm's own may rank by it
+            return
+        kept, best = state["checkpoint_files"], state["best_metric"]
+        is_kept = len(kept) < self.max_history or kept[-1][1] is None or metric > kept[-1][1]
+        lacks_own = is_kept and not Path(self._checkpoint_path(epoch)).exists()
+        if lacks_own or ((best is None or metric > best) and _epoch_of(Path(last).with_name(_BEST)) < epoch):
             self.load_state_dict({**state, "pending": (None, None)})
             self._is_saved = True
             self.save_checkpoint(epoch, metric)

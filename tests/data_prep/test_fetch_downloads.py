@@ -212,7 +212,7 @@ def test_a_server_that_does_not_say_the_length(server, tmp_path):
     assert get(server, tmp_path) == CONTENT[:-1]  # nobody can know better
     (tmp_path / "a.bin").unlink()
     with pytest.raises(
-        DownloadFailed, match=r"received 254,799 bytes, but its list says 254,800; gave up after 3 attempts"
+        DownloadFailed, match=r"it has 254,799 bytes, but its list says 254,800; gave up after 3 attempts"
     ):
         get(server, tmp_path, num_bytes=len(CONTENT))
 

@@ -172,7 +172,7 @@ def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, 
     assert run(started, other) == 0 and "--initial-checkpoint" not in in_process[-1]
     shutil.copy(other / "runs" / "second-s1" / "last.pth.tar", tmp_path / "start.pth.tar")
     assert run(started, other) == 1
-    assert f"{other} was made with {tmp_path}/start.pth.tar = " in capsys.readouterr().err
+    assert f"{other} was made with the sha256 of {tmp_path}/start.pth.tar = " in capsys.readouterr().err
     (tmp_path / "start.pth.tar").unlink()
     assert run(started, other) == 0, "its runs are done"
     write(tmp_path, digits, seeds="[1]")

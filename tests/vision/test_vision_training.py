@@ -153,6 +153,8 @@ def test_a_save_that_a_kill_interrupted_is_ended(digits, tmp_path, monkeypatch, 
         train(digits, *options, "--output", tmp_path, "--experiment", "cut")
     assert (tmp_path / "cut" / "checkpoint-1.pth.tar").exists() == (place == 2)
     assert train(digits, *options, "--resume", tmp_path / "cut" / "last.pth.tar") == 0
+    # a save that is whole stays as it is
+    assert train(digits, *options, "--checkpoint-hist", "1", "--resume", tmp_path / "whole" / "last.pth.tar") == 0
     found = [
         {path.name: read_checkpoint(str(path))["epoch"] for path in (tmp_path / name).glob("*.pth.tar")}
         for name in ("whole", "cut")
