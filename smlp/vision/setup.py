@@ -174,7 +174,7 @@ def _epoch_of(path: Path) -> int:
     """Return the epoch of a checkpoint; -1 if it is not there or not whole."""
     try:
         return int(load_checkpoint_metadata(path)["epoch"])
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
+    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError):
         return -1
 
 
