@@ -33,7 +33,7 @@ from smlp.experiments.processes import run_chains
 from smlp.experiments.progress import Progress
 from smlp.experiments.spec import option_words
 from smlp.fairseq_compat.loading import check_dictionary_of, exported
-from smlp.files import check_no_other
+from smlp.files import check_no_other, number_of
 from smlp.launch.local import this_program
 from smlp.text.tokenizer import Vocabulary
 from smlp.text.tokenizer_files import DICTIONARY
@@ -285,9 +285,10 @@ def scores_of(run: RunFolder, data: TaskData, updates: int) -> dict[str, dict[st
     for record in log_records(run.log) if run.log.is_file() else ():
         for subset in data.subsets:
             if record.get(f"{subset}_num_updates") == str(updates):
-                found[subset] = {name: float(record.get(f"{subset}_{name}", "nan")) for name in METRICS[data.metric]}
-    values = [value for own in found.values() for value in own.values()]
-    return found if len(found) == len(data.subsets) and all(map(math.isfinite, values)) else None
+                values = {name: record.get(f"{subset}_{name}", "nan") for name in METRICS[data.metric]}
+                found[subset] = {name: number_of(str(value)) for name, value in values.items()}
+    numbers = [number for own in found.values() for number in own.values()]
+    return found if len(found) == len(data.subsets) and all(map(math.isfinite, numbers)) else None
 
 
 class _FinetuningChain(TrainingChain):

@@ -37,12 +37,12 @@ def cpu_quota(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float
         membership: the file that names the cgroups of a process.
     """
     try:
-        lines = membership.read_text().splitlines()
+        lines = os.fsdecode(membership.read_bytes()).split("\n")
     except OSError:  # not Linux
         return float(2**31)
     quota = float(2**31)
     for line in lines:
-        _, controllers, name = line.split(":", 2)
+        _, controllers, name = line.split(":", 2) if line.count(":") >= 2 else ("", "none", "")
         if controllers == "" or "cpu" in controllers.split(","):
             root = cgroups if controllers == "" else cgroups / "cpu"
             for folder in _with_parents(root, name):

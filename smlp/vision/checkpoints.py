@@ -181,7 +181,8 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
 
     Args:
         checkpoint: from :func:`read_checkpoint`; its weights over tokens say at which size it was trained.
-        args: what the model is to be; ``model_kwargs`` gets the hidden width over tokens of the larger Mixer.
+        args: what the model is to be; ``model_kwargs`` gets the hidden width over tokens of the larger Mixer, and
+            loses the size of the training.
         use_ema: convert the moving average if there is one, instead of the weights themselves.
 
     Raises:
@@ -190,6 +191,7 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
     """
     if args.img_size is None:
         raise UserError("--change-resolution needs --img-size, the size to change to")
+    args.model_kwargs = {name: value for name, value in args.model_kwargs.items() if name != "img_size"}
     model = _outline(args)
     if not isinstance(model, ImageModel):
         raise UserError(f"--change-resolution is for smlp_mixer_* and smlp_gmlp_*, not for timm's {args.model}")

@@ -302,6 +302,8 @@ def test_a_run_that_ended_without_a_number_is_trained_again(trainer, tmp_path, c
     assert not last.is_file(), "training would have nothing to do"
     assert trainer({"1e-05": [80, 81]}, seeds=(1, 2)) == (0, ["1e-05-2"])
     log = last.parent / "train.log"
+    log.write_text(log.read_text().replace('"valid_accuracy": 81', '"valid_accuracy": "x"'))
+    assert trainer({"1e-05": [80, 82]}, seeds=(1, 2)) == (1, [])
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:1]))
     for _ in range(2):
         capsys.readouterr()

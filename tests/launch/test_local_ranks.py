@@ -99,6 +99,10 @@ def test_the_quota_of_a_container_limits_the_cores(tmp_path: Path) -> None:
     assert machine.cpu_quota(cgroups, membership) >= 2**31
     (cgroups / "outer" / "cpu.max").write_text("150000 100000\n")
     assert machine.cpu_quota(cgroups, membership) == 1.5
+    named = membership.read_bytes()
+    membership.write_bytes(b"no name\n1:name=\xff\x0b:/\xfe\n" + named)  # which Linux allows
+    assert machine.cpu_quota(cgroups, membership) == 1.5
+    membership.write_bytes(named)
     (cgroups / "cpu").mkdir()
     (cgroups / "cpu" / "cpu.cfs_quota_us").write_text("300000\n")
     (cgroups / "cpu" / "cpu.cfs_period_us").write_text("100000\n")

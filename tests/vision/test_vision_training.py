@@ -309,6 +309,11 @@ def test_change_of_resolution(digits, tmp_path, model):
     torch.save(read_checkpoint(str(small))["state_dict"], bare)
     sizes = ["--model", model, *TINY[2:-2], *SIZES, "--img-size", "16"]
     assert evaluated(bare, digits, *sizes, "--change-resolution")["loss"] == at_once["loss"]
+    named = [*TINY[2:-2], "--input-size", "1", "8", "8", *SIZES, "img_size=8"]  # a size among the model's own settings
+    command = ["vision", "train", "--data-dir", digits, "--model", model, *named, "-j", "0", *brief]
+    assert main([*map(str, command), "--experiment", "named"]) == 0
+    again = evaluated(tmp_path / "named" / "last.pth.tar", digits, "--img-size", "16", "--change-resolution")
+    assert again["loss"] == at_once["loss"]
     larger = [
         "--initial-checkpoint",
         small,
