@@ -561,9 +561,6 @@ def test_recorded_sizes_take_no_memory(digits, trained, capsys, tmp_path):
         torch.save(content, path)
         line = sentence(capsys, "evaluate", path, "--data-dir", digits, "-j", "0")
         assert f"{path} does not fit smlp_mixer_tiny: " in line
-        if name == "img_size":
-            line = train(capsys, digits, "--initial-checkpoint", path, "--change-resolution", "--img-size", "16")
-            assert "8000" in line
 
 
 def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
