@@ -117,9 +117,8 @@ def tokenizer_of(
     if is_its_own is None and dictionary is not None:
         _check_dictionary(path, found.vocabulary, checkpoint)
     if is_its_own is False:
-        remedy = "put that one beside the checkpoint, or name it with --dict"
-        if dictionary is not None:
-            remedy = "use that one"
+        found_alone = "put that one beside the checkpoint, or name it with --dict"
+        remedy = found_alone if dictionary is None else "use that one"
         raise UserError(
             f"dictionary {path} has other symbols than the one that {checkpoint.path} was trained with: {remedy}"
         )
