@@ -192,7 +192,7 @@ class _Saver(CheckpointSaver):
             return
         kept, best = state["checkpoint_files"], state["best_metric"]
         is_kept = len(kept) < self.max_history or kept[-1][1] is None or metric > kept[-1][1]
-        lacks_own = is_kept and not Path(self._checkpoint_path(epoch)).exists()
+        lacks_own = is_kept and _epoch_of(Path(self._checkpoint_path(epoch))) != epoch
         if lacks_own or ((best is None or metric > best) and _epoch_of(Path(last).with_name(_BEST)) < epoch):
             self.load_state_dict({**state, "pending": (None, None)})
             self._is_saved = True
