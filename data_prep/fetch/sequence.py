@@ -243,8 +243,6 @@ def convert(part: FilePart, out: Path, wanted: Wanted) -> PartResult:
         file = from_json(request)
         path, limits = wanted.raw / file.name, (reading.max_bytes, reading.max_seconds)
         _download_if_absent(file, path, wanted)
-        if problem := difference(file, path):
-            raise PartFailed(f"{path} was changed ({problem}): remove it, and the same command downloads it again")
         facts = {"url": file.url, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
         if wanted.source.format == "wikipedia":
             pieces = wikipedia.articles(path, part.source, *limits)
@@ -268,6 +266,8 @@ def convert(part: FilePart, out: Path, wanted: Wanted) -> PartResult:
 
 def _download_if_absent(file: RemoteFile, path: Path, wanted: Wanted) -> None:
     if path.is_file():
+        if problem := difference(file, path):
+            raise PartFailed(f"{path} was changed ({problem}): remove it, and the same command downloads it again")
         return
     if not wanted.delete_downloads:
         raise PartFailed(f"{file.url}: is not downloaded")

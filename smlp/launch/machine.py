@@ -41,8 +41,7 @@ def cpu_quota(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> float
     except OSError:  # not Linux
         return float(2**31)
     quota = float(2**31)
-    for line in lines:
-        _, controllers, name = line.split(":", 2) if line.count(":") >= 2 else ("", "none", "")
+    for _, controllers, name in (parts for line in lines if len(parts := line.split(":", 2)) == 3):
         if controllers == "" or "cpu" in controllers.split(","):
             root = cgroups if controllers == "" else cgroups / "cpu"
             for folder in _with_parents(root, name):

@@ -29,8 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.data.readers.img_extensions import get_img_extensions
-from timm.scheduler import create_scheduler_v2
-from timm.scheduler.scheduler_factory import scheduler_kwargs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD
 from torch.utils.flop_counter import FlopCounterMode
@@ -57,7 +55,7 @@ from smlp.launch.local import this_program
 from smlp.launch.machine import num_cores
 from smlp.vision.checkpoints import at_resolution, create_model, image_config, read_checkpoint
 from smlp.vision.data import class_names, open_split, split_folder
-from smlp.vision.setup import LAST, SUMMARY, checkpoints_in
+from smlp.vision.setup import LAST, SUMMARY, checkpoints_in, schedule_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -185,8 +183,7 @@ def costs(comparison: Comparison, parse: Callable[[list[str]], Namespace]) -> di
             model(image)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         found[name] = {"flops": counter.get_total_flops(), "parameters": parameters}
-        schedule = {**scheduler_kwargs(args), "updates_per_epoch": 1}
-        _, epochs[name] = create_scheduler_v2(SGD(model.parameters()), **schedule)  # with --cooldown-epochs and such
+        _, epochs[name] = schedule_of(args, SGD(model.parameters()))
     (first, number), *others = epochs.items()
     for name, other in others:
         if other != number:

@@ -170,6 +170,11 @@ def _fits(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def schedule_of(args: Namespace, optimizer: Any, updates_per_epoch: int = 1) -> tuple[Any, int]:
+    """Return timm's schedule of the learning rate and the epochs of the run, with --cooldown-epochs and such."""
+    return create_scheduler_v2(optimizer, **{**scheduler_kwargs(args), "updates_per_epoch": updates_per_epoch})
+
+
 def _epoch_of(path: Path) -> int:
     """Return the epoch of a checkpoint; -1 if it is not there or not whole."""
     try:
@@ -299,8 +304,7 @@ class Training:
                 f"--grad-accum-steps {args.grad_accum_steps} is more than the {len(self.batches)} batches of an epoch"
             )
         self.updates_per_epoch = math.ceil(len(self.batches) / args.grad_accum_steps)
-        settings = {**scheduler_kwargs(args), "updates_per_epoch": self.updates_per_epoch}
-        self.schedule, self.num_epochs = create_scheduler_v2(self.optimizer, **settings)
+        self.schedule, self.num_epochs = schedule_of(args, self.optimizer, self.updates_per_epoch)
         self.set_rate(self.first_epoch, self.first_epoch * self.updates_per_epoch)
         self.saver = self._saver() if args.rank == 0 else None
         self.network: nn.Module = (
