@@ -50,8 +50,8 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
     """Return the path to write to.
 
     Raises:
-        UserError: the file exists and ``force`` is not given, it is one of the inputs or a part of a checkpoint, it has
-            the name of a dictionary or tokenizer, or it cannot be written.
+        UserError: the file exists and ``force`` is not given, it is one of the inputs or a part of a checkpoint, its
+            experts are in the files of an input, it has the name of a dictionary or tokenizer, or it cannot be written.
     """
     target = Path(target)
     if target.name in (DICTIONARY, *TOKENIZER_FILES):
@@ -68,6 +68,10 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
             raise UserError(f"{target} belongs to checkpoints in {folder.parents[1]}: write to another file")
         if not force:
             raise UserError(f"{target} exists: --force overwrites it")
+        parts = {folder.resolve() for folder in _parts_of(target)}  # they are removed once it is written over
+        for path in inputs if parts else ():
+            if parts & {folder.resolve() for folder in _parts_of(Path(path))}:
+                raise UserError(f"{target} has its experts in the same files as the input {path}: write to another file")
     return target
 
 

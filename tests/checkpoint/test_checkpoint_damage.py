@@ -661,6 +661,20 @@ def test_a_dictionary_is_never_written_over(whole: Path, tmp_path: Path, capsys)
     assert (whole.parent / "dict.txt").read_bytes() == words.read_bytes() == before
 
 
+def test_the_experts_of_an_input_stay_whatever_its_name(whole: Path, tmp_path: Path, capsys) -> None:
+    """Those of a file that is written over are removed, and only names in ``*.pt`` keep them."""
+    target, backup, other = tmp_path / "p" / "x.pt", tmp_path / "p" / "x.pt.bak", tmp_path / "q" / "x.pt"
+    assert command("split", whole, "-o", target, "--parts", 2) == 0
+    other.parent.mkdir()
+    (other.parent / "experts").symlink_to(target.parent / "experts")
+    for alike in (backup, other):
+        shutil.copy(target, alike)
+        for action in (["merge"], ["average"], ["split", "--parts", 4], ["merge", "--export"]):
+            error = refused(capsys, *action, alike, "-o", target, "--force")
+            assert f"{target} has its experts in the same files as the input {alike}" in error
+        assert command("verify", alike) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
