@@ -13,7 +13,6 @@ from typing import Any
 from smlp.checkpoint.export import export_of, safetensors_library, write_export
 from smlp.checkpoint.index import (
     INDEX_KEY,
-    PARTS_FOLDER,
     ExpertIndex,
     describe_tensors,
     folders_of_parts,
@@ -44,6 +43,8 @@ _OF_TRAINING = {
 # names of fairseq's checkpoints; they are ordered by the number in the group
 _EPOCH = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt")
+# names of folders of parts
+_PARTS = re.compile(r"update_\d+_[0-9a-f]+")
 
 
 def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) -> Path:
@@ -63,15 +64,15 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
     if target.exists():
         if any(os.path.samefile(target, path) for path in inputs if os.path.exists(path)):
             raise UserError(f"{target} is an input: write to another file")
-        folder = target.resolve().parent
-        if folder.parent.name == PARTS_FOLDER and folder.name.startswith("update_"):
-            raise UserError(f"{target} belongs to checkpoints in {folder.parents[1]}: write to another file")
+        folder = target.resolve().parent  # in no folder experts/ where that is a link
+        if _PARTS.fullmatch(folder.name):
+            raise UserError(f"{target} belongs to checkpoints with experts in {folder}: write to another file")
         if not force:
             raise UserError(f"{target} exists: --force overwrites it")
         parts = {folder.resolve() for folder in _parts_of(target)}  # they are removed once it is written over
         for path in inputs if parts else ():
             if parts & {folder.resolve() for folder in _parts_of(Path(path))}:
-                raise UserError(f"{target} has its experts in the same files as the input {path}: write to another file")
+                raise UserError(f"{target} has its experts in the files of the input {path}: write to another file")
     return target
 
 

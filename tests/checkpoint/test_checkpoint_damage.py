@@ -671,8 +671,13 @@ def test_the_experts_of_an_input_stay_whatever_its_name(whole: Path, tmp_path: P
         shutil.copy(target, alike)
         for action in (["merge"], ["average"], ["split", "--parts", 4], ["merge", "--export"]):
             error = refused(capsys, *action, alike, "-o", target, "--force")
-            assert f"{target} has its experts in the same files as the input {alike}" in error
+            assert f"{target} has its experts in the files of the input {alike}" in error
         assert command("verify", alike) == 0
+    (target.parent / "experts").rename(tmp_path / "real")
+    (target.parent / "experts").symlink_to(tmp_path / "real")
+    part = next(target.parent.glob("experts/*/*.pt"))
+    assert f"{part} belongs to checkpoints" in refused(capsys, "merge", target, "-o", part, "--force")
+    assert command("verify", target) == 0
 
 
 @pytest.mark.parametrize(

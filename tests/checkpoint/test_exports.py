@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -186,6 +187,9 @@ def test_another_dictionary_beside_the_output_is_not_written_over(whole: Path, t
     for arguments in (["merge", export, "-o", other / "x.pt"], ["split", export, "-o", other / "x.pt", "--parts", 2]):
         assert "dict.txt differs from the export's" in refused(capsys, *arguments)
     assert [path.name for path in other.iterdir()] == ["dict.txt"]
+    (other / "dict.txt").unlink()
+    os.mkfifo(other / "dict.txt")
+    assert "dict.txt: nothing writes to this pipe" in refused(capsys, "merge", export, "-o", other / "x.pt")
 
 
 def _with_file(export: Path, name: str, target: Path) -> Path:
