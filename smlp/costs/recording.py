@@ -63,7 +63,7 @@ def trace_of(recorded: profile, path: Path | None = None, folder: Path | None = 
         recorded.export_chrome_trace(str(written))
         try:
             trace = json.loads(written.read_text(encoding="utf-8"))
-        except json.JSONDecodeError:  # torch does not report failed writes
+        except (FileNotFoundError, json.JSONDecodeError):  # torch does not report failed writes, it may remove the file
             raise OSError(errno.ENOSPC, "the trace was cut short (is the disk full?)", str(written)) from None
         if path is not None:
             copy_whole(written, path)

@@ -123,15 +123,16 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     """
     numbers = r"\d{1,18}(-\d{1,18})?"
     entry = rf"([^][,\s]|\[{numbers}(,{numbers})*\])+"
+    unreadable = f"cannot read the list of hosts {text!r} that Slurm gives: set MASTER_ADDR to the first of them"
     if not re.fullmatch(f"{entry}(,{entry})*", text):
-        raise UserError(
-            f"cannot read the list of hosts {text!r} that Slurm gives: set MASTER_ADDR to the first of them"
-        )
+        raise UserError(unreadable)
     hosts: list[str] = []
     for host in re.findall(r"(?:[^][,]|\[[^]]*\])+", text):
         expanded = [""]
         for part in re.findall(r"\[[^]]*\]|[^][]+", host):
             choices = list(islice(_ranges(part[1:-1]), _MOST_TASKS + 1)) if part.startswith("[") else [part]
+            if not choices:  # as of [3-1]
+                raise UserError(unreadable)
             if len(hosts) + len(expanded) * len(choices) > _MOST_TASKS:
                 raise UserError(f"the list {text[:80]!r} that Slurm gives has more than {_MOST_TASKS:,} hosts")
             expanded = [begun + choice for begun in expanded for choice in choices]
@@ -148,11 +149,11 @@ def expand_counts(text: str) -> tuple[int, ...]:
     counts: list[int] = []
     total = 0
     for entry in text.split(","):
-        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", entry)
+        found = re.fullmatch(r"([1-9]\d{0,8})(?:\(x([1-9]\d{0,8})\))?", entry)
         if found is None:
             raise UserError(f"cannot read the numbers of tasks by node {text!r} that Slurm gives")
         count, nodes = int(found[1]), int(found[2] or 1)
-        total += max(count, 1) * nodes
+        total += count * nodes
         if total > _MOST_TASKS:
             raise UserError(f"the list {text[:80]!r} that Slurm gives has more than {_MOST_TASKS:,} tasks")
         counts += [count] * nodes

@@ -172,8 +172,9 @@ def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_trace_that_is_cut_short_names_its_own_disk(tmp_path):
-    recorded = SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_text('{"traceEvents": ['))
+@pytest.mark.parametrize("write", [lambda path: Path(path).write_text('{"traceEvents": ['), lambda path: None])
+def test_a_trace_that_is_cut_short_names_its_own_disk(tmp_path, write):
+    recorded = SimpleNamespace(export_chrome_trace=write)
     profiler = SimpleNamespace(folder=tmp_path / "run", rank=0)
     with pytest.raises(OSError, match="the trace was cut short") as caught:
         UpdateProfiler._add(profiler, recorded, [])

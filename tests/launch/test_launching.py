@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -36,7 +37,9 @@ def test_lists_of_hosts(text: str, hosts: tuple[str, ...]) -> None:
     assert expand_hosts(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["", "n[1-3", "n]1", "a,,b", "n[x]", "n[1-]", "n[-2]", "n[1-2] n3", f"[{'9' * 5000}]"])
+@pytest.mark.parametrize(
+    "text", ["", "n[1-3", "n]1", "a,,b", "n[x]", "n[1-]", "n[-2]", "n[3-1]", "n[1-2] n3", f"[{'9' * 5000}]"]
+)
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"list of hosts .* MASTER_ADDR"):
         expand_hosts(text)
@@ -44,8 +47,8 @@ def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
 
 def test_numbers_of_tasks() -> None:
     assert expand_counts("4(x2),1,3") == (4, 4, 1, 3)
-    for text in ("2x3", "9" * 5000):
-        with pytest.raises(UserError, match=f"'{text}'"):
+    for text in ("2x3", "9" * 5000, "0(x2)", "1(x0)"):
+        with pytest.raises(UserError, match=re.escape(f"'{text}'")):
             expand_counts(text)
 
 
@@ -55,7 +58,7 @@ def test_a_list_of_hosts_is_bounded(text: str) -> None:
         expand_hosts(text)
 
 
-@pytest.mark.parametrize("text", ["2(x999999999)", "999999999", "0(x999999999)", "1(x1000000),50000"])
+@pytest.mark.parametrize("text", ["2(x999999999)", "999999999", "1(x1000000),50000"])
 def test_numbers_of_tasks_are_bounded(text: str) -> None:
     with pytest.raises(UserError, match="has more than 1,048,576 tasks"):
         expand_counts(text)
