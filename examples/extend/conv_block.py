@@ -84,6 +84,10 @@ class Conv(BlockKind):
 
     settings = ConvSettings
 
+    def check(self, config: ModelConfig) -> None:
+        if config.is_bidirectional:
+            raise UserError("conv blocks are causal: they need direction=causal")
+
     def build(self, config: ModelConfig, layer_index: int, ranks: Ranks | None = None) -> Block:
         return DenseBlock(config, Convolution(config))  # then x + FFN(LN(x))
 

@@ -19,6 +19,7 @@ begin_job() {
     JOB="$SLURM_JOB_ID"
     [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || JOB="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
     RESTARTS="${SLURM_RESTART_COUNT:-0}"
+    [[ "$RESTARTS" =~ ^[0-9]+$ ]] || fail "SLURM_RESTART_COUNT is '$RESTARTS', not a number"
     MAX_RESTARTS="${SMLP_MAX_RESTARTS:-100}"
     [ -n "${SLURM_NTASKS:-}" ] || fail "SLURM_NTASKS is not set, so the number of ranks is unknown: give sbatch --ntasks-per-node"
     LOGS="${SMLP_LOGS:-$SLURM_SUBMIT_DIR/slurm-logs}/$JOB"
@@ -35,7 +36,8 @@ recall_arguments() {
 run_ranks() {
     local status
     check_arguments
-    printf '%s\0' "${ARGUMENTS[@]}" >"$LOGS/arguments"
+    { printf '%s\0' "${ARGUMENTS[@]}" >"$LOGS/arguments.new" && mv -f "$LOGS/arguments.new" "$LOGS/arguments"; } ||
+        fail "cannot write $LOGS/arguments, from which a restart would run"
     rm -f "$LOGS/stopped"
     export PYTHONUNBUFFERED=1
     export SMLP_TRACEBACK="${SMLP_TRACEBACK-1}" # errors that nobody foresaw, whole in the log

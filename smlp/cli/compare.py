@@ -136,7 +136,7 @@ def _check_zeroshot(experiment: Experiment) -> None:
     from smlp.cli import zeroshot
     from smlp.evaluation.zeroshot.evaluate import for_each_task
     from smlp.evaluation.zeroshot.readers import READERS
-    from smlp.experiments.spec import MASKED, zeroshot_words
+    from smlp.experiments.spec import MASKED, option_words, zeroshot_words
     from smlp.fairseq_compat.command_line import check_left_out
 
     if experiment.task == MASKED:
@@ -153,7 +153,7 @@ def _check_zeroshot(experiment: Experiment) -> None:
     parser = argparse.ArgumentParser(add_help=False)  # a help page would end this process as if all were well
     zeroshot.add_options(parser)
     parser.error = refuse
-    words = ["--path", "checkpoint", "--data-dir", str(wanted.zeroshot_data), *zeroshot_words(wanted)]
+    words = [*option_words({"path": "checkpoint", "data_dir": wanted.zeroshot_data}), *zeroshot_words(wanted)]
     try:
         asked = parser.parse_args(words)
         check_left_out(parser, wanted.zeroshot_options)

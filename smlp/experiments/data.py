@@ -13,7 +13,7 @@ from smlp.errors import UserError
 from smlp.evaluation.report import decoded_sizes
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
-from smlp.experiments.spec import Experiment, TextSource
+from smlp.experiments.spec import Experiment, TextSource, option_words
 from smlp.launch.local import run_logged, this_program
 from smlp.text.binarized import num_tokens, read_fairseq_tokens
 from smlp.text.tokenizer import Tokenizer, Vocabulary, load_tokenizer
@@ -127,10 +127,10 @@ def _make(text: TextSource, folder: Path) -> None:
     splits, pieces = folder / "text", folder / "pieces"
     if not (splits / _MANIFEST).is_file():
         check_text(text)
-        module = ["data_prep.python_docs"] if text.source else ["data_prep.text_files", "--text", *map(str, text.files)]
+        module = "data_prep.python_docs" if text.source else "data_prep.text_files"
         print("data: text", flush=True)
-        make = [sys.executable, "-m", module[0], "--out", str(splits), *module[1:]]
-        run_logged("text", make, logs / "text.log")
+        words = option_words({"out": splits, "text": None if text.source else list(text.files)})
+        run_logged("text", [sys.executable, "-m", module, *words], logs / "text.log")
     print("data: vocabulary and binary files", flush=True)
     encode_splits(splits, pieces, folder / "data", text.vocab_size, logs)
     vocabulary = read_json(pieces / _MANIFEST, {"vocabulary": {"pieces": int}})["vocabulary"]
@@ -145,11 +145,11 @@ def encode_splits(splits: Path, pieces: Path, data: Path, vocab_size: int, logs:
         UserError: a step failed.
     """
     step = [*this_program(), "data"]
-    learn = ["tokenizer", "--in", str(splits / "train.txt"), "--documents", "line", "--out", str(pieces)]
-    learn += ["--vocab-size", str(vocab_size), "--pad-multiple", "8", "--restart"]
-    run_logged("vocabulary", [*step, *learn], logs / "vocabulary.log")
-    encode = ["binarize", "--format", "lines", "--in", str(splits), "--tokenizer", str(pieces)]
-    run_logged("binarize", [*step, *encode, "--out", str(data), "--restart"], logs / "binarize.log")
+    learn = {"in": splits / "train.txt", "documents": "line", "out": pieces, "restart": True}
+    learn |= {"vocab_size": vocab_size, "pad_multiple": 8}
+    run_logged("vocabulary", [*step, "tokenizer", *option_words(learn)], logs / "vocabulary.log")
+    encode = {"format": "lines", "in": splits, "tokenizer": pieces, "out": data, "restart": True}
+    run_logged("binarize", [*step, "binarize", *option_words(encode)], logs / "binarize.log")
 
 
 def describe(data: str, subsets: tuple[str, ...]) -> dict[str, Any]:

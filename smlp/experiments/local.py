@@ -206,9 +206,8 @@ class RunChain(TrainingChain):
         if name == SCORE:
             return [*this_module("smlp.experiments.scores"), str(self.out.path), self.run.folder]
         wanted = self.experiment.evaluation
-        words = ["--path", str(self.folder.last_checkpoint()), "--data-dir", str(wanted.zeroshot_data)]
-        words += zeroshot_words(wanted)
-        return [*this_program(), "zeroshot", *words, "--json", str(self.folder.zeroshot)]
+        files = {"path": self.folder.last_checkpoint(), "data_dir": wanted.zeroshot_data, "json": self.folder.zeroshot}
+        return [*this_program(), "zeroshot", *option_words(files), *zeroshot_words(wanted)]
 
     def remove_checkpoints(self) -> None:
         self.folder.drop_checkpoints(keep_last=not self.run.tuning)

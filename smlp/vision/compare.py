@@ -154,7 +154,7 @@ def option_words(section: Section, name: str, text: Any, also_own: Mapping[str, 
 
 def options_of(comparison: Comparison, words: list[str], parse: Callable[[list[str]], Namespace]) -> Namespace:
     """Return what ``parse`` makes of a model's words, with the width of the larger network of --change-resolution."""
-    args = parse(["--data-dir", comparison.data, *comparison.options, *words])
+    args = parse([f"--data-dir={comparison.data}", *comparison.options, *words])
     if args.initial_checkpoint and args.change_resolution:
         at_resolution(read_checkpoint(args.initial_checkpoint), args)
     return args
@@ -297,8 +297,8 @@ def train_all(
         )
     runs = {
         run_folder(out, name, seed): [
-            *("--data-dir", comparison.data, *comparison.options, *words, "--seed", str(seed)),
-            *("--output", str(out / "runs"), "--experiment", f"{name}-s{seed}"),
+            *(f"--data-dir={comparison.data}", *comparison.options, *words, "--seed", str(seed)),
+            *(f"--output={out / 'runs'}", "--experiment", f"{name}-s{seed}"),  # names may begin with a dash
         ]
         for name, words in comparison.models.items()
         for seed in comparison.seeds

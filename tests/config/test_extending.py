@@ -192,6 +192,8 @@ def test_the_convolution_by_hand(plugged_in):
     for t in range(9):
         want[t] += block.bias + sum(block.weight[:, 4 - back] * z[t - back] for back in range(min(t, 4) + 1))
     torch.testing.assert_close(block(x, smlp.nn.state.ForwardContext())[0], want)
+    with pytest.raises(smlp.UserError, match="conv blocks are causal: they need direction=causal"):
+        smlp.build("gmlp_mlm_tiny", dense_block="conv")
 
 
 # --- checks find what they are for

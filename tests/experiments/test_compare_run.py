@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -363,6 +364,21 @@ def test_a_text_that_nothing_could_be_made_of_may_be_mended(tmp_path, capsys):
     text.write_text("two\n")  # still too short, which is found out later
     assert main(words) == 1
     assert "were made with" not in capsys.readouterr().err
+
+
+def test_paths_that_begin_with_a_dash_are_no_options_of_the_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("-some.txt").write_text("some text\n" * 30)
+    Path("-out").mkdir()
+    steps = {}
+    monkeypatch.setattr("smlp.experiments.data.run_logged", lambda name, words, log: steps.update({name: words}))
+    path = tmp_path / "other.yaml"
+    path.write_text(FILE.replace("data: DATA", "text: {files: [-some.txt], vocab_size: 64}"))
+    with pytest.raises(UserError, match="manifest"):  # the steps made nothing
+        data_of(read_experiment(path), Folder(Path("-out")))
+    assert list(steps) == ["text", "vocabulary", "binarize"]
+    given = [word for words in steps.values() for word in words if "-some" in word or "-out" in word]
+    assert len(given) == 7 and all(word.startswith("./-") for word in given)
 
 
 def test_data_that_were_made_from_other_text_are_refused_without_the_text(tmp_path, monkeypatch, capsys):

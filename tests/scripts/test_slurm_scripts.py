@@ -307,6 +307,16 @@ def test_a_restart_runs_what_the_first_start_ran(user) -> None:
     assert calls[2] == ["train", "data", "--arch", "smlp"]
 
 
+def test_arguments_that_cannot_be_written_whole_are_not_kept(user) -> None:
+    """Of a full disk, the first 4,096 bytes would be kept, and a restart would run without the rest."""
+    copy = user / "slurm_script"
+    copy.write_text(TRAIN.read_text().replace("run_ranks", "ulimit -f 1; trap '' XFSZ; run_ranks"))
+    own = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_SUBMIT_DIR": str(user)}
+    done = run(user, copy, "data", "--user-dir", "x" * 5000, **own, SMLP_ROOT=str(REPOSITORY))
+    assert done.rc == 1 and "slurm-logs/7/arguments, from which a restart would run" in done.stderr
+    assert not noted(user, "srun") and not (user / "slurm-logs" / "7" / "arguments").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "variables", "message"),
     [
@@ -315,6 +325,7 @@ def test_a_restart_runs_what_the_first_start_ran(user) -> None:
         (["data"], {"SLURM_NTASKS": ""}, "the number of ranks is unknown"),
         (["data"], {"SMLP_ROOT": "/nowhere"}, "/nowhere is not a clone of smlp: submit the job from a clone's folder"),
         (["data"], {"SMLP_MAX_RESTARTS": "often"}, "SMLP_MAX_RESTARTS is 'often', not a number"),
+        (["data"], {"SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT is 'x', not a number"),
         (["data", "--reset-optimizer"], {}, "--reset-optimizer would apply again at every restart"),
         (["no.sh", "data", "runs"], {}, "there is no command file no.sh"),
     ],
@@ -373,6 +384,7 @@ def test_a_run_of_a_sweep_restarts_on_its_own(user) -> None:
     [
         (RUNS, 4, "there is no run 4 in list.txt: its runs are numbered from 1 to 3"),
         (RUNS, 0, "there is no run 0 in list.txt: its runs"),
+        (RUNS, "x", "there is no run x in list.txt: its runs"),
         (RUNS, "", "a sweep is a job array, so give sbatch --array=1-N for the N runs in list.txt"),
         ("# nothing\n", 1, "there are no runs in list.txt"),
         ("a/b --lr 1\n", 1, "list.txt, line 1: 'a/b' cannot be the name of a run"),

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from image_models import train_in_this_process
@@ -49,6 +50,13 @@ def run(path, out, *options):
 def test_a_folder_of_images_that_is_missing(digits, tmp_path, in_process, capsys):
     assert run(write(tmp_path, tmp_path / "none"), tmp_path / "out") == 1
     assert "there is no folder" in capsys.readouterr().err and not in_process
+
+
+def test_folders_whose_names_begin_with_a_dash(digits, tmp_path, in_process, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("-d").symlink_to(digits)
+    assert main(["vision", "compare", str(write(tmp_path, "-d", seeds="[1]")), "--out=-o"]) == 0
+    assert len(in_process) == 2
 
 
 def test_a_comparison_reports_every_seed_and_paired_differences(digits, tmp_path, in_process, capsys):
