@@ -10,7 +10,7 @@ import socket
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from data_prep.fetch.download import DownloadFailed, NotThere, Patience, RemoteFile, download, from_json
 from data_prep.fetch.source import Listing, Source, is_checksum
@@ -107,7 +107,9 @@ def _checksums(text: str, url: str, listing: Listing) -> list[RemoteFile]:
         digest, _, name = line.strip().partition(" ")
         if not is_checksum(digest, listing.algorithm) or not name.strip():
             raise UserError(f"{url} is not a list of {listing.algorithm} checksums: it has the line {line[:80]!r}")
-        place = urljoin(listing.base or url, name.strip().removeprefix("*"))
+        name = name.strip().removeprefix("*")  # of a file, in which no sign means what it does in an address
+        name = name if re.match("https?://", name) else quote(name, safe="/~!$&'()*+,;=@")
+        place = urljoin(listing.base or url, name)
         files.append(RemoteFile(place, "", None, (listing.algorithm, digest.lower())))
     return files
 

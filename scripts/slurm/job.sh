@@ -60,7 +60,8 @@ run_ranks() {
 
 requeue() {
     local state
-    state="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)"
+    # By $JOB: of an array, one task has the number of the array as its SLURM_JOB_ID, and stands for all with that.
+    state="$(squeue --noheader --jobs="$JOB" --format=%T)"
     if [ "$state" != RUNNING ]; then
         # cancelled, or Slurm requeues it itself
         say "training stopped; the job is ${state:-no longer in the queue}, so this script does not requeue it"
@@ -68,7 +69,7 @@ requeue() {
         say "training stopped; the job has restarted $RESTARTS times and SMLP_MAX_RESTARTS allows no more: submit it again to resume"
     else
         say "training stopped; the job returns to the queue and resumes later" # before Slurm ends this script
-        scontrol requeue "$SLURM_JOB_ID" && exit 0
+        scontrol requeue "$JOB" && exit 0
         say "scontrol could not requeue the job: submit it again to resume"
     fi
     exit $EXIT_STOPPED

@@ -83,10 +83,20 @@ set_ranks() {
 # Report problems with ARGUMENTS now, not after hours in the queue.
 check_run() {
     check_arguments
-    local data="${ARGUMENTS[0]:-}"
+    local data word
+    for word in "${ARGUMENTS[@]}"; do
+        case "$word" in
+        -h | --help | --dry-run) fail "with $word, smlp train trains nothing: leave it out after --" ;;
+        esac
+    done
+    [[ "${ARGUMENTS[0]:-}" != -* ]] || return 0
+    data="${ARGUMENTS[0]:-}"
     data="${data%%:*}"
-    [[ "$data" == -* ]] || [ -f "$data/dict.txt" ] || [ -f "$data/input0/dict.txt" ] ||
+    [ -f "$data/dict.txt" ] || [ -f "$data/input0/dict.txt" ] ||
         fail "there is no dict.txt in '$data': DATA is a folder that fairseq-preprocess or smlp data writes"
+    while IFS= read -r data; do # the shards after the first have no dictionary of their own
+        [ -d "$data" ] || fail "there is no folder '$data' with data"
+    done < <(tr : '\n' <<<"${ARGUMENTS[0]}")
 }
 
 rank_table() {
@@ -158,6 +168,7 @@ set_ranks
 source "$SMLP_ROOT/scripts/slurm/site.sh"
 export SMLP_LOGS
 SMLP_LOGS="$(realpath -m "$LOGS")"
+[[ "$SMLP_LOGS" != *[%\\]* ]] || fail "the folder of logs $SMLP_LOGS has a % or \\ in its name, which sbatch does not take as it is"
 [ -n "$DRY_RUN" ] || mkdir -p "$LOGS" || fail "cannot make the folder $LOGS"
 if [ -n "$SWEEP" ]; then
     plan_sweep

@@ -23,6 +23,13 @@ CONFIG = "config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: the names in ``model_type``, by whether the model is an encoder
 MODEL_TYPES = ("smlp", "smlp_encoder")
+#: names of settings that transformers has for all models, and ours
+ALIASES = {
+    "hidden_size": "embed_dim",
+    "intermediate_size": "ffn_dim",
+    "max_position_embeddings": "max_tokens",
+    "num_attention_heads": "num_heads",
+}
 _CORE = "core."
 _FAST_TOKENIZER = "tokenizer.json"
 
@@ -37,7 +44,7 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     path = folder / CONFIG
-    options = _read_json(path)
+    options = {ALIASES.get(name, name): value for name, value in _read_json(path).items()}
     kind = options.get("model_type")
     if kind not in MODEL_TYPES:
         raise UserError(f"{path} is of another kind of model (model_type {kind!r:.40}), not one of smlp's")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import filecmp
 import os
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     for path in wanted:
         copy = target / path.relative_to(source)
         if os.path.lexists(copy):
-            kept += [copy] if not copy.is_file() or copy.read_bytes() != path.read_bytes() else []
+            kept += [copy] if not copy.is_file() or not filecmp.cmp(copy, path, shallow=False) else []
             continue
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -68,17 +68,17 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 def main(argv: list[str] | None = None) -> int:
     """Run ``smlp ARGV`` and return its exit status."""
     let_waiting_threads_sleep()
-    _open_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
-            # file names and generated text may contain characters that the terminal cannot encode
-            stream.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else argv
     return guarded(lambda: _checked_and_dispatched(words))
 
 
 def guarded(work: Callable[[], int | None]) -> int:
     """Do the work of a command or a script; return its exit status, after one sentence if it fails."""
+    _open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            # file names and generated text may contain characters that the terminal cannot encode
+            stream.reconfigure(errors="backslashreplace")
     _wait_for_children()
     try:
         status = work() or 0

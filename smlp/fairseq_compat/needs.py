@@ -144,6 +144,8 @@ def _check_devices(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
     sign = next((sign for sign in suffix if sign in r"\^$*+?{}[]|()"), None)
     if sign and any(getattr(cfg.checkpoint, keep) > 0 for keep in keeps):  # fairseq's pattern has it as it is
         raise UserError(f"--checkpoint-suffix {suffix!r} holds {sign}, with which fairseq finds no old checkpoints")
+    if "_" in suffix and cfg.checkpoint.keep_best_checkpoints > 0:  # fairseq reads the value behind the last _
+        raise UserError(f"--checkpoint-suffix {suffix!r} holds _, with which --keep-best-checkpoints fails: use -")
     if cfg.checkpoint.write_checkpoints_asynchronously:
         raise UserError(
             "--write-checkpoints-asynchronously writes damaged checkpoints, from memory that is freed: leave it out"

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from smlp.checkpoint.hf_folder import ALIASES
 from smlp.config import ModelConfig, all_settings, flatten, unflatten
 from smlp.text.tokenizer_files import Vocabulary
 
@@ -31,12 +32,7 @@ class SmlpConfig(PreTrainedConfig):
     implied: ClassVar[dict[str, Any]] = {}
     has_no_defaults_at_init = True  # all settings are written: defaults may change
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "aux_loss"]
-    attribute_map: ClassVar[dict[str, str]] = {
-        "hidden_size": "embed_dim",
-        "intermediate_size": "ffn_dim",
-        "max_position_embeddings": "max_tokens",
-        "num_attention_heads": "num_heads",
-    }
+    attribute_map: ClassVar[dict[str, str]] = ALIASES
 
     arch: str | None = None
     num_updates: int = 0

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from pathlib import Path
 
 import safetensors
@@ -89,6 +90,7 @@ def write_folder(
         for file in made.iterdir():  # safetensors and tempfile write for this user only
             file.chmod(0o666 & ~hidden)
         if folder.exists():
+            made.chmod(stat.S_IMODE(folder.stat().st_mode))  # it may have been made private
             folder.rmdir()
         os.replace(made, folder)
     except BaseException as error:

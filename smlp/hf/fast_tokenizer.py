@@ -176,9 +176,10 @@ def _sentence_pieces(
         steps.append(normalizers.Precompiled(normalizer.precompiled_charsmap))
     if normalizer.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(pattern), by) for pattern, by in ((" {2,}", " "), ("^ | $", ""))]
+    if normalizer.add_dummy_prefix:  # Metaspace would put none before a space
+        steps.append(normalizers.Prepend(" "))
     fast.normalizer = normalizers.Sequence(steps)
-    scheme = "always" if normalizer.add_dummy_prefix else "never"
-    fast.pre_tokenizer = pre_tokenizers.Metaspace(WORD_START, scheme, split=False)
+    fast.pre_tokenizer = pre_tokenizers.Metaspace(WORD_START, "never", split=False)
     if has_bytes and not is_bpe:  # the letters <0x41> are not the piece of that byte
         apart = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous")
         fast.pre_tokenizer = pre_tokenizers.Sequence([fast.pre_tokenizer, apart])

@@ -171,6 +171,11 @@ def test_closed_streams_are_empty_ones(tmp_path: Path) -> None:
         assert subprocess.run(command, shell=True, cwd=tmp_path, timeout=60).returncode == status
         assert json.loads((tmp_path / "flops.json").read_text())
         (tmp_path / "flops.json").unlink()
+    (tmp_path / "\udcff.txt").write_text("".join(f"Line {n}.\n" for n in range(60)))  # no terminal shows that letter
+    for streams in (">&-", "> log"):
+        command = f"PYTHONIOENCODING=utf-8 {sys.executable} -m data_prep.text_files --text *.txt --out out {streams}"
+        done = subprocess.run(command, shell=True, cwd=tmp_path, timeout=60, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_folder_that_is_gone_and_a_locale_without_the_letters(tmp_path: Path) -> None:

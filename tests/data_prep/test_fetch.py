@@ -197,6 +197,20 @@ def test_text_in_files_of_some_size_whatever_the_workers(server, tmp_path, capsy
     assert not list((tmp_path / "four" / ".raw" / "books").iterdir()), "nobody would resume the list"
 
 
+def test_text_that_a_server_compresses_unasked_is_not_taken_for_the_file(server, tmp_path, capsys):
+    body = gzip.compress(b"Some text.\n")
+    server.files |= {"one.txt": body, "two.txt.gz": body}
+    server.faults = dict.fromkeys(
+        server.files, lambda handler, content: not handler.answer(200, content, {"Content-Encoding": "gzip"})
+    )
+    source = source_file(tmp_path, "own", f'format = "txt"\n[[files]]\nurl = "{server.url("one.txt")}"\n')
+    assert run(source, "--out", tmp_path / "one", *QUICK) == 1
+    assert "one.txt: the server sends it compressed (gzip), though it is asked not to" in capsys.readouterr().err
+    source = source_file(tmp_path, "own", f'format = "txt"\n[[files]]\nurl = "{server.url("two.txt.gz")}"\n')
+    assert run(source, "--out", tmp_path / "two", *QUICK) == 0, "so are compressed files sent by some servers"
+    assert texts(tmp_path / "two") == ["Some text."]
+
+
 def test_a_long_part_goes_on_after_the_files_that_it_had_written(server, tmp_path, monkeypatch):
     """As after a kill: what was written before stays as it is, and all is as if nothing had happened."""
 

@@ -5,6 +5,7 @@ import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from fetch_running import run, source_file
@@ -228,6 +229,11 @@ def test_lists_that_cannot_be_right_are_named(tmp_path):
     """Each would be kept, and its files downloaded again and again."""
     listing = Listing("checksums", "http://x/list")
     assert [file.url for file in _checksums(f"{'a' * 64}  b.gz\n\n", listing.url, listing)] == ["http://x/b.gz"]
+    for name in ("a#b", "c?d", "e%20f", "g h", "i:j", "dir/k"):  # of files, in which these are letters
+        (file,) = _checksums(f"{'a' * 64} *{name}.txt", listing.url, listing)
+        assert unquote(urlsplit(file.url).path) == f"/{name}.txt" and named([file], "txt")[
+            0
+        ].name == f"{name}.txt".removeprefix("dir/")
     with pytest.raises(UserError, match="http://x/list is not a list of sha256 checksums: it has the line 'aaa"):
         _checksums(f"{'a' * 32}  b.gz\n", listing.url, listing)
     for size, sha1 in (("19", "a" * 40), (-1, "a" * 40), (19, "a" * 39), (19, 5)):

@@ -103,6 +103,9 @@ def test_what_one_gpu_cannot_do(common, backend, has_cuda, message):
         checkpoint.write_checkpoints_asynchronously = True
         with pytest.raises(UserError, match="--write-checkpoints-asynchronously writes damaged checkpoints"):
             _check_devices(config, 1, has_cuda)
+        checkpoint.checkpoint_suffix, checkpoint.keep_best_checkpoints = "_a", 2
+        with pytest.raises(UserError, match="--checkpoint-suffix '_a' holds _, with which --keep-best-checkpoints"):
+            _check_devices(config, 1, has_cuda)
         checkpoint.checkpoint_suffix, checkpoint.keep_last_epochs = "-a(b", 2
         with pytest.raises(UserError, match=r"--checkpoint-suffix '-a\(b' holds \(, with which fairseq finds no"):
             _check_devices(config, 1, has_cuda)

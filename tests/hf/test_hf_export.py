@@ -17,6 +17,7 @@ from tiny_checkpoints import SMALL, WORDS, write_checkpoint
 
 import smlp
 import smlp.hf
+from smlp.checkpoint.hf_folder import ALIASES
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.cli.main import main
 from smlp.files import write_whole
@@ -285,7 +286,9 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     assert "is a link or the current folder" in refused(capsys, "export", path, ".", "--hf")
     (path.parent / "dict.txt").rename(tmp_path / "dict.txt")
     assert "no dict.txt beside" in refused(capsys, "export", path, tmp_path / "new", "--hf")
+    (tmp_path / "new").mkdir(mode=0o700)
     exported(path, tmp_path / "new", "--dict", tmp_path / "dict.txt")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700, "a private folder stays private"
     out = tmp_path / "back.pt"
     assert "there is no folder" in refused(capsys, "checkpoint", "import", tmp_path / "none", "-o", out)
     for size in ("5", "0GB", "1e400GB", "nan"):
@@ -318,6 +321,11 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     assert "is an input" in refused(capsys, "checkpoint", "import", folder, "-o", weights, "--force")
     assert weights.read_bytes() == before
     config = json.loads((folder / "config.json").read_text())
+    theirs = {name: config[own] for name, own in ALIASES.items()}
+    renamed = {**{name: value for name, value in config.items() if name not in ALIASES.values()}, **theirs}
+    (folder / "config.json").write_text(json.dumps(renamed))
+    assert main(["checkpoint", "import", str(folder), "-o", str(back / "renamed.pt")]) == 0
+    assert open_checkpoint(back / "renamed.pt").config == open_checkpoint(path).config
     for change, words in (
         ({"model_type": "gpt2"}, "is of another kind of model (model_type 'gpt2')"),
         ({"max_tokens": None}, "max_tokens is None, not a whole number"),

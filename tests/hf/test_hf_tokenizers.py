@@ -80,6 +80,17 @@ def write_files(folder: Path, kind: str) -> None:
     (folder / "dict.txt").write_text("".join(lines), encoding="utf-8")
 
 
+def write_sentencepiece(folder: Path, **settings) -> None:
+    """``dict.txt`` and a model of SentencePiece with other settings than :func:`train_sentencepiece` has."""
+    import sentencepiece
+
+    options = {"model_type": "unigram", "vocab_size": 300, "hard_vocab_limit": False, "minloglevel": 2, **settings}
+    prefix = str(folder / "sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(corpus(200, 3)), model_prefix=prefix, **options)
+    symbols = pieces_of((folder / "sentencepiece.model").read_bytes())
+    (folder / "dict.txt").write_text("".join(f"{symbol} 1\n" for symbol in symbols), encoding="utf-8")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_the_same_on_ten_thousand_lines(kind, tmp_path):
     write_files(tmp_path, kind)
@@ -97,6 +108,14 @@ def test_ids_are_the_same_on_ten_thousand_lines(kind, tmp_path):
     together = "\n".join([*lines[:40], "", "  two  ", " "])
     assert fast(together, verbose=False)["input_ids"] == [2, *ours.encode_lines(together)]
     assert (fast.bos_token_id, fast.eos_token_id, fast.pad_token_id) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_spaces_that_a_model_keeps_are_kept(kind, tmp_path):
+    write_sentencepiece(tmp_path, model_type=kind, remove_extra_whitespaces=False)
+    ours, fast = load_tokenizer(tmp_path), fast_tokenizer(tmp_path, False, 2, 128)
+    for text in (" that", "    the file", "the  path ", "\u2581the", " ", "", "the\n  file"):
+        assert fast(text, add_special_tokens=False)["input_ids"] == ours.encode_lines(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,13 +173,7 @@ def test_what_no_fast_tokenizer_does_is_refused(kind, old, new, words, tmp_path)
     ],
 )
 def test_other_sentencepiece_models_are_refused(settings, words, tmp_path):
-    import sentencepiece
-
-    options = {"model_type": "unigram", "vocab_size": 300, "hard_vocab_limit": False, "minloglevel": 2, **settings}
-    prefix = str(tmp_path / "sentencepiece")
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(corpus(200, 3)), model_prefix=prefix, **options)
-    symbols = pieces_of((tmp_path / "sentencepiece.model").read_bytes())
-    (tmp_path / "dict.txt").write_text("".join(f"{symbol} 1\n" for symbol in symbols), encoding="utf-8")
+    write_sentencepiece(tmp_path, **settings)
     with pytest.raises(UserError, match=words):
         fast_tokenizer(tmp_path, False, 2, 128)
 

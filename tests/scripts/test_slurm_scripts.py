@@ -180,6 +180,10 @@ SIZE = ["--nodes", "1", "--gpus-per-node", "8"]
         ([*SIZE, "--tasks-per-node", "2", "--", "data"], "8 ranks on each node, and --tasks-per-node says 2"),
         ([*SIZE, "-p", "gpu", "--", "data"], "unknown option '-p': write options of sbatch as --OPTION=VALUE"),
         ([*SIZE, "--", "nowhere", "--arch", "smlp"], "there is no dict.txt in 'nowhere'"),
+        ([*SIZE, "--", "data:nowhere", "--arch", "smlp"], "there is no folder 'nowhere' with data"),
+        ([*SIZE, "--", "data", "--arch", "smlp", "--dry-run"], "with --dry-run, smlp train trains nothing"),
+        ([*SIZE, "--logs", "50%", "--", "data"], "/50% has a % or \\ in its name, which sbatch does not take"),
+        ([*SIZE, "--logs", "a\\b", "--", "data"], "/a\\b has a % or \\ in its name"),
         ([*SIZE, "--", "no.sh", "data", "runs"], "there is no command file no.sh"),
         ([*SIZE, "--", SUBMIT, "data", "runs"], "submit.sh does not use examples/recipe.sh"),
         ([*SIZE, "--", "data", "--restore-file", "x.pt"], "--restore-file would apply again at every restart"),
@@ -372,7 +376,8 @@ def test_each_task_is_one_run(user) -> None:
 def test_a_run_of_a_sweep_restarts_on_its_own(user) -> None:
     (user / "list.txt").write_text(RUNS)
     done = task(user, 2, SMLP_DOES="exit 75")
-    assert done.rc == 0 and noted(user, "scontrol") == [["requeue", "7"]]
+    assert done.rc == 0 and noted(user, "scontrol") == [["requeue", "6_2"]], "not the array, whose number 7 may be"
+    assert "--jobs=6_2" in noted(user, "squeue")[0]
     (user / "list.txt").write_text("other --arch hash_lm\n")
     assert task(user, 2, SLURM_RESTART_COUNT="1").rc == 0
     calls = noted(user, "smlp")
