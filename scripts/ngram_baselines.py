@@ -61,7 +61,9 @@ def main() -> None:
     print(f"{options.subset}: {rows[0][1].num_tokens:,} tokens, {text.num_words:,} words, {text.num_bytes:,} bytes")
     print("| model | perplexity per token | per word | bits per byte |\n|---|---:|---:|---:|")
     for name, row in rows:
-        print(f"| {name} | {row.per_token:,.1f} | {row.per_word:,.1f} | {row.bits_per_byte:.3f} |")
+        per_word = "-" if row.per_word is None else f"{row.per_word:,.1f}"  # as of a text without words
+        per_byte = "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.3f}"
+        print(f"| {name} | {row.per_token:,.1f} | {per_word} | {per_byte} |")
 
 
 if __name__ == "__main__":

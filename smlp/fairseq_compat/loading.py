@@ -66,7 +66,7 @@ def apply() -> None:
                 raise UserError(other) from error
             if _is_refused_type(error) or not Path(path).is_file():
                 raise
-            raise UserError(exported(path) or damaged(path, error)) from error
+            raise UserError(exported(path) or _without_a_model(path) or damaged(path, error)) from error
         if not isinstance(state.get("model"), dict):
             raise UserError(f"{path} is not a fairseq checkpoint: it has no 'model' among its {len(state)} entries")
         check_arch_of(state, path)
@@ -446,6 +446,15 @@ def exported(path: str) -> str | None:
         f"{path} is an export, which has weights alone: smlp checkpoint merge {path} -o CHECKPOINT.pt makes a "
         "checkpoint of it that fairseq reads"
     )
+
+
+def _without_a_model(path: str) -> str | None:
+    """Return the message for a whole file with another content, such as a checkpoint of images; None for another."""
+    with contextlib.suppress(UserError):
+        state = read_structure(path)
+        if not (isinstance(state, dict) and "model" in state and "cfg" in state):
+            return f"{path} is not a checkpoint of fairseq-train: it has no model and configuration"
+    return None
 
 
 def damaged(path: str, error: BaseException) -> str:

@@ -186,7 +186,7 @@ def takes_bands(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
     if is_traced():  # before any size is compared, so that a graph holds for other sizes too
         return False
     given = (x, weight_OI) if bias_O is None else (x, weight_OI, bias_O)
-    few = x.numel() == weight_OI.size(1) or 0 < x.numel() <= min(BANDED_INPUTS, 4 * weight_OI.size(1))
+    few = 0 < x.numel() <= max(weight_OI.size(1), min(BANDED_INPUTS, 4 * weight_OI.size(1)))
     return (
         few
         and x.device.type == "cpu"

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smlp.errors import UserError
 from smlp.ops.fast_paths import first_order_only, loses_by_rows, rows_of_logits
 
 _NO_INDEX = -(1 << 40)  # no target is ignored, as -100 is by torch's default
@@ -31,8 +32,13 @@ def token_losses(logits: Tensor, target: Tensor, ignored: int | None = None) -> 
 
     Returns:
         (...), float32 or float64.
+
+    Raises:
+        UserError: there are not as many targets as rows of logits.
     """
     logits_NV, target_N = logits.reshape(-1, logits.size(-1)), target.flatten()
+    if not torch.compiler.is_compiling() and len(logits_NV) != len(target_N):  # it would fix the sizes of a graph
+        raise UserError(f"logits have {len(logits_NV)} rows, but there are {len(target_N)} targets")
     if ignored is not None:
         is_ignored_N = target_N == ignored
         target_N = target_N.masked_fill(is_ignored_N, 0)  # it may be no index, such as -100

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from smlp.errors import UserError
 from smlp.ops.fast_paths import BANDS, allowed, fuse, is_traced, reads_in_place, triangle_strip
 from smlp.ops.first_use import fused_projection
 from smlp.ops.functional import columns_by_bands
@@ -65,8 +66,13 @@ def spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate
 
     Returns:
         (B, n, h, c).
+
+    Raises:
+        UserError: x has not as many heads as the weights.
     """
     num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
+    if weight_hTT.size(0) != num_heads:  # with one head, the others would be taken for those of other sequences
+        raise UserError(f"x_Bnhc has {num_heads} heads, but weight_hTT has {weight_hTT.size(0)}")
     weight_hnn, bias_hn1 = weight_hTT[:, :num_tokens, :num_tokens], bias_hT[:, :num_tokens, None]
     if num_heads == 1:  # one sequence at a time: nothing is copied
         over_seqs = (num_seqs, -1, -1)
@@ -88,8 +94,13 @@ def toeplitz_matrices(w_hL: Tensor, num_tokens: int) -> Tensor:
 
     Returns:
         (h, n, n).
+
+    Raises:
+        UserError: n is more than T.
     """
     first = (w_hL.size(1) + 1) // 2 - num_tokens
+    if not is_traced() and first < 0:  # in a graph, it would fix the sizes
+        raise UserError(f"w_hL has the distances of {(w_hL.size(1) + 1) // 2} positions, but {num_tokens} are wanted")
     central_hL = w_hL[:, first : first + 2 * num_tokens - 1]
     if is_traced():  # unfold holds for one length only
         place_n = torch.arange(num_tokens, device=w_hL.device)

@@ -63,6 +63,7 @@ def broken(tiny_data: Path, tiny_run, tmp_path_factory: pytest.TempPathFactory) 
         place.pop(way[-1]) if value is None else place.update({way[-1]: value})
         torch.save(state, kinds / f"{name}.pt")
 
+    torch.save({"epoch": 3, "state_dict": {"weight": torch.zeros(2)}}, kinds / "images.pt")
     state = torch.load(tiny_run[0] / "checkpoint_best.pt")
     state["extra_state"]["of a plug-in"] = b""
     torch.save(state, kinds / "bytes.pt")
@@ -203,6 +204,12 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         [*TRAIN, "--finetune-from-model", "{root}/kinds/flipped.pt"],
         None,
         ["flipped.pt is dama"],
+    ),
+    "finetune images": (
+        "train",
+        [*TRAIN, "--finetune-from-model", "{root}/kinds/images.pt"],
+        None,
+        ["images.pt is not a checkpoint of fairseq-train: it has no model and configuration"],
     ),
     "eval flipped": ("eval_lm", ["--path", "{root}/kinds/flipped.pt"], None, ["flipped.pt is damaged"]),
     "eval pipe": ("eval_lm", ["--path", "{root}/kinds/pipe.pt"], None, ["pipe.pt is", "a named pipe"]),

@@ -22,6 +22,7 @@ from smlp.ops import (
     spatial_projection,
     summed_rows,
     toeplitz_matrices,
+    token_losses,
 )
 from smlp.ops.expert_runs import EqualExperts, OneExpert, SmallExperts, UnequalExperts, runs
 from smlp.ops.fast_paths import reference_ops, takes_bands
@@ -347,6 +348,21 @@ def test_counts_that_are_not_those_of_the_tokens_are_refused(kind):
     for counts in ([20, 20], [40, 40]):
         with pytest.raises(UserError, match=f"counts are {sum(counts)} tokens together, but x_AH has 64"):
             expert_feed_forward(torch.randn(64, 4), kind(counts), None, *weights)
+    with pytest.raises(UserError, match="counts hold -6, which is no number of tokens"):
+        expert_feed_forward(torch.randn(64, 4), kind([70, -6]), None, *weights)
+
+
+def test_shapes_that_do_not_belong_together_are_refused():
+    """Each gave a result."""
+    with pytest.raises(UserError, match="logits have 10 rows, but there are 6 targets"):
+        token_losses(torch.randn(2, 5, 7), torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(UserError, match="x_Bnhc has 1 heads, but weight_hTT has 2"):
+        spatial_projection(torch.randn(2, 5, 1, 3), torch.randn(2, 6, 6), torch.randn(2, 6))
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(UserError, match="w_hL has the distances of 3 positions, but 5 are wanted"):
+            toeplitz_matrices(torch.randn(2, 5, dtype=dtype), 5)
+    with torch.no_grad():
+        assert linear(torch.randn(3, 0), torch.randn(6, 0), torch.ones(6)).tolist() == [[1.0] * 6] * 3
 
 
 def test_no_token_at_all_gives_zero_gradients_not_none():

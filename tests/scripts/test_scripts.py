@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from running import REPOSITORY, as_user, shell
 
 from smlp.errors import UserError
+from smlp.evaluation.perplexity import Perplexity, TextSize
 
 pytestmark = pytest.mark.long
 
@@ -213,3 +215,14 @@ def test_ngrams_compare_symbols_and_not_counts(tmp_path, monkeypatch):
     for name, message in {"counts": "there is no data file", "order": "order has another dictionary than"}.items():
         with pytest.raises(UserError, match=message):
             ngram_baselines.baselines([tmp_path / "first", tmp_path / name], "test", [1])
+
+
+def test_ngrams_of_a_text_without_words(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    import ngram_baselines
+
+    row = Perplexity.of(np.log([0.5, 0.5]), TextSize(0, 1, 0))
+    monkeypatch.setattr(ngram_baselines, "baselines", lambda *words: [("unigram", row)])
+    monkeypatch.setattr("sys.argv", ["ngram_baselines.py", "data"])
+    ngram_baselines.main()
+    assert capsys.readouterr().out.splitlines()[-1] == "| unigram | 2.0 | - | - |"
