@@ -36,7 +36,8 @@ from smlp.fairseq_compat import stopping
 
 def wait():
     if os.environ["SLURM_PROCID"] == "0":
-        Path(os.environ["SLURM_SUBMIT_DIR"], "slurm-logs", "waiting").touch()
+        name = "waiting" + os.environ.get("SLURM_ARRAY_TASK_ID", "")
+        Path(os.environ["SLURM_SUBMIT_DIR"], "slurm-logs", name).touch()
     limit = time.monotonic() + 60
     while stopping.stop_signals.received is None and time.monotonic() < limit:
         time.sleep(0.05)
@@ -176,6 +177,22 @@ def test_a_job_that_is_told_to_stop_goes_on_by_itself(jobs, four_tasks, local):
     assert "stopped by SIGUSR1 after update 4" in log and log.count("training on 4 devices") == 2
     assert losses(log) == local[UPDATES][1]
     equal(save_dir, saved(four_tasks), 0)
+
+
+def test_each_task_of_an_array_goes_on_by_itself(jobs):
+    """The one that starts last has the number of the array as its own, which stands for all of them."""
+    plugin = make_plugin(jobs.folder / "plugins" / "tasks", UNTIL_SIGNALLED)
+    (jobs.folder / "tasks.txt").write_text("a --seed 1\nb --seed 2\n")
+    size = [*nodes(1, 1), "--unchecked", "--sweep", "tasks.txt"]
+    data, *options = model(1)
+    array = jobs.submit(size, data, jobs.folder / "runs" / "tasks", *options, "--user-dir", plugin)
+    numbers = [f"{array}_{run}" for run in (1, 2)]
+    for run, number in enumerate(numbers, 1):
+        jobs.wait_until(number, (jobs.folder / "slurm-logs" / f"waiting{run}").exists)
+    for number in numbers:
+        jobs.run("scancel", "--signal=USR1", number, timeout=20)
+        jobs.wait_until(number, lambda number=number: jobs.look(number).restarts == 1, 90)
+    assert [jobs.trained(number).restarts for number in numbers] == [1, 1]
 
 
 def test_a_job_that_is_preempted_goes_on_by_itself(jobs, two_nodes, local):
