@@ -78,6 +78,7 @@ read_sweep() {
             fail "$list, line $number: '$name' cannot be the name of a run: it begins with a letter or digit and may have letters, digits, '.', '_' and '-'"
         [ -n "$rest" ] || fail "$list, line $number: nothing follows the name '$name': add a command file or options"
         [ -z "${seen[$name]:-}" ] || fail "$list, line $number: line ${seen[$name]} has the name '$name' already"
+        [ "${#rest}" -lt 100000 ] || fail "$list, line $number: ${#rest} characters are too many for a command"
         xargs printf '' <<<"$rest" 2>/dev/null || fail "$list, line $number: a quotation mark is not closed"
         seen[$name]=$number
         RUN_NAMES+=("$name")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,9 @@ def check_needs(cfg: Any, num_ranks: int, has_cuda: bool) -> None:
     """
     if cfg.model is None:
         return  # no training
+    if sys.flags.optimize:
+        assertion = "one of which saves checkpoint_last.pt"
+        raise UserError(f"python -O leaves out the assertions of fairseq, {assertion}: unset PYTHONOPTIMIZE")
     _check_names(cfg)
     _check_logs(cfg.common)
     _check_devices(cfg, num_ranks, has_cuda)

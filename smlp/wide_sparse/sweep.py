@@ -343,7 +343,10 @@ def _similarities(
         return {}, []
     (reference,) = record["series"][record["similarity"]]
     split = record.get("split") or "validation"  # older ones do not say
-    batch = min(_BATCH, _num_images(record["data"], split))
+    try:
+        batch = min(_BATCH, _num_images(record["data"], split))
+    except UserError as error:  # the images have moved; all else is known
+        return {}, [f"There is no CKA: {error}."]
     found: dict[str, dict[int, float]] = {}
     without = []
     for name in record["facts"]:

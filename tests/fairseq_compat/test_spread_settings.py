@@ -18,7 +18,7 @@ from recording import updates_of
 
 from smlp.errors import UserError
 from smlp.fairseq_compat.batches import batch_seed, batch_seeds, for_other_ranks, real_batches_last
-from smlp.fairseq_compat.needs import _check_devices
+from smlp.fairseq_compat.needs import _check_devices, check_needs
 from smlp.fairseq_compat.settings import check_backend, check_pairs, check_settings
 
 pytestmark = pytest.mark.timeout(120)
@@ -109,6 +109,12 @@ def test_what_one_gpu_cannot_do(common, backend, has_cuda, message):
         checkpoint.checkpoint_suffix, checkpoint.keep_last_epochs = "-a(b", 2
         with pytest.raises(UserError, match=r"--checkpoint-suffix '-a\(b' holds \(, with which fairseq finds no"):
             _check_devices(config, 1, has_cuda)
+
+
+def test_python_without_assertions_is_refused(monkeypatch):
+    monkeypatch.setattr("smlp.fairseq_compat.needs.sys", SimpleNamespace(flags=SimpleNamespace(optimize=1)))
+    with pytest.raises(UserError, match=r"one of which saves checkpoint_last\.pt: unset PYTHONOPTIMIZE"):
+        check_needs(SimpleNamespace(model=SimpleNamespace()), 1, False)
 
 
 @pytest.mark.parametrize("betas", ["(0.9", "0.9", "(0.9, 1.0)", "(0.9, 0.98, 0.99)", "('a', 'b')", "(0.9, -0.1)", ""])

@@ -396,6 +396,7 @@ def test_a_run_of_a_sweep_restarts_on_its_own(user) -> None:
         ("\n--lr 1\n", 1, "list.txt, line 2: '--lr' cannot be the name of a run"),
         ("a --lr 1\nb\n", 1, "list.txt, line 2: nothing follows the name 'b'"),
         ("a --lr 1\n\na --lr 2\n", 1, "list.txt, line 3: line 1 has the name 'a' already"),
+        (f"a --w {'x' * 100_000}\n", 1, "list.txt, line 1: 100004 characters are too many for a command"),
         ("a --lr '1\n", 1, "list.txt, line 1: a quotation mark is not closed"),
         ("a no.sh --lr 1\n", 1, f"there is no command file {REPOSITORY}/no.sh"),
         ("a --lr 1 --save-dir b\n", 1, "run a of the sweep is saved in runs/a: leave --save-dir b out"),

@@ -81,6 +81,9 @@ def test_similarity_of_few_images_in_a_split_of_another_name(digits, tmp_path, m
         image.rename(images / "heldout" / label / name)
     assert run(path, out) == 0
     assert "CKA with S-Mixer" in (out / "report.md").read_text()
+    images.rename(tmp_path / "moved")
+    assert main(["wide-sparse", "report", str(out)]) == 0, "only the CKA needs the images"
+    assert f"There is no CKA: --data-dir {images}" in (out / "report.md").read_text()
 
 
 def test_more_series_than_colours_are_all_drawn(tmp_path, monkeypatch):
