@@ -26,6 +26,7 @@ _AGENT = f"smlp/{__version__} (smlp data fetch)"
 _CHUNK = 256 << 10
 _LENGTH = r"[0-9]{1,18}"  # of a file, as a server says it
 _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_CODINGS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
 _PLAIN = (".txt", ".jsonl", ".parquet")  # suffixes of files whose content is read as it comes
 
 
@@ -208,8 +209,8 @@ def _attempt(
 def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int | None, bool]:
     """Return the file's length, if the answer says so, and whether it continues what is there."""
     status, have = response.status_code, partial.size
-    encoding = response.headers.get("Content-Encoding", "identity")
-    if status in (200, 206) and encoding != "identity" and Path(file.name).suffix in _PLAIN:
+    encoding = response.headers.get("Content-Encoding", "").lower()
+    if status in (200, 206) and encoding in _CODINGS and Path(file.name).suffix in _PLAIN:
         problem = f"the server sends it compressed ({encoding}), though it is asked not to"
         raise DownloadFailed(f"{file.url}: {problem}")
     if status in (206, 416):

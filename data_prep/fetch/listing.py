@@ -108,7 +108,7 @@ def _checksums(text: str, url: str, listing: Listing) -> list[RemoteFile]:
         if not is_checksum(digest, listing.algorithm) or not name.strip():
             raise UserError(f"{url} is not a list of {listing.algorithm} checksums: it has the line {line[:80]!r}")
         name = name.strip().removeprefix("*")  # of a file, in which no sign means what it does in an address
-        name = name if re.match("https?://", name) else quote(name, safe="/~!$&'()*+,;=@")
+        name = name if re.match("https?://", name, re.IGNORECASE) else quote(name, safe="/~!$&'()*+,;=@")
         place = urljoin(listing.base or url, name)
         files.append(RemoteFile(place, "", None, (listing.algorithm, digest.lower())))
     return files

@@ -25,6 +25,7 @@ begin_job() {
     LOGS="${SMLP_LOGS:-$SLURM_SUBMIT_DIR/slurm-logs}/$JOB"
     mkdir -p "$LOGS" || fail "cannot make the folder $LOGS for the logs"
     source "$SMLP_ROOT/scripts/slurm/site.sh"
+    unset SLURM_EXPORT_ENV # of sbatch --export=NONE: the ranks need what site.sh sets
     trap : USR1 TERM # these signals are meant for the ranks
 }
 
@@ -60,6 +61,7 @@ run_ranks() {
 
 requeue() {
     local state
+    unset "${!SQUEUE_@}" # what the user sees of the queue
     # By $JOB: of an array, one task has the number of the array as its SLURM_JOB_ID, and stands for all with that.
     state="$(squeue --noheader --jobs="$JOB" --format=%T)"
     if [ "$state" != RUNNING ]; then

@@ -80,6 +80,15 @@ set_ranks() {
     SBATCH_OPTIONS=("--nodes=$NODES" "--ntasks-per-node=$TASKS_PER_NODE" "${SBATCH_OPTIONS[@]}")
 }
 
+# The job needs SMLP_ROOT and SMLP_LOGS.
+check_export() {
+    local option export="${SBATCH_EXPORT:-ALL}"
+    for option in "${SBATCH_OPTIONS[@]}"; do
+        [[ "$option" != --export=* ]] || export="${option#--export=}"
+    done
+    [[ ",${export^^}," == *,ALL,* ]] || fail "with --export=$export, the job does not get variables that it needs: give --export=ALL"
+}
+
 # Report problems with ARGUMENTS now, not after hours in the queue.
 check_run() {
     check_arguments
@@ -165,6 +174,7 @@ plan_sweep() {
 
 read_options "$@"
 set_ranks
+check_export
 source "$SMLP_ROOT/scripts/slurm/site.sh"
 export SMLP_LOGS
 SMLP_LOGS="$(realpath -m "$LOGS")"

@@ -20,7 +20,7 @@ from smlp.checkpoint.lazy import HeldTensor, LazyTensor, as_bytes, row_range
 from smlp.checkpoint.opened import Checkpoint, fit_problems, open_checkpoint
 from smlp.config import LEAKY_WARNING, ModelConfig
 from smlp.errors import UserError
-from smlp.files import check_path, read_bytes, write_whole
+from smlp.files import check_path, regular_file, write_whole
 from smlp.inference.language_model import LanguageModel
 from smlp.inference.masked import MaskedLanguageModel
 from smlp.moe.experts import expert_parameters
@@ -215,10 +215,10 @@ def bytes_of(path: Path) -> HeldTensor:
     """Return the content of a file, (n,) uint8.
 
     Raises:
-        UserError: it cannot be read, or is a pipe that nothing writes to.
+        UserError: it is no regular file, or cannot be read.
     """
     try:
-        data = bytearray(read_bytes(path))
+        data = bytearray(regular_file(path).read_bytes())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     return HeldTensor(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))

@@ -44,15 +44,15 @@ _OF_TRAINING = {
 _EPOCH = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 # names of folders of parts
-_PARTS = re.compile(r"update_\d+_[0-9a-f]+")
+_PARTS = re.compile(r"update_\d+_[0-9a-f]{8}")
 
 
 def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) -> Path:
     """Return the path to write to.
 
     Raises:
-        UserError: the file exists and ``force`` is not given, it is one of the inputs or a part of a checkpoint, its
-            experts are in the files of an input, it has the name of a dictionary or tokenizer, or it cannot be written.
+        UserError: the file exists and ``force`` is not given, it is one of the inputs or a part of a checkpoint, an
+            input would lose its experts, it has the name of a dictionary or tokenizer, or it cannot be written.
     """
     target = Path(target)
     if target.name in (DICTIONARY, *TOKENIZER_FILES):
@@ -69,9 +69,11 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
             raise UserError(f"{target} belongs to checkpoints with experts in {folder}: write to another file")
         if not force:
             raise UserError(f"{target} exists: --force overwrites it")
-        parts = {folder.resolve() for folder in _parts_of(target)}  # they are removed once it is written over
-        for path in inputs if parts else ():
-            if parts & {folder.resolve() for folder in _parts_of(Path(path))}:
+        # what it has in parts is removed once it is written over, but for the parts of the ``*.pt`` beside it
+        parts = {folder.resolve() for folder in _parts_of(target)}
+        for path in map(Path, inputs if parts else ()):
+            is_beside = path.suffix == ".pt" and os.path.samefile(path.parent, target.parent)
+            if not is_beside and parts & {folder.resolve() for folder in _parts_of(path)}:
                 raise UserError(f"{target} has its experts in the files of the input {path}: write to another file")
     return target
 

@@ -673,6 +673,10 @@ def test_the_experts_of_an_input_stay_whatever_its_name(whole: Path, tmp_path: P
             error = refused(capsys, *action, alike, "-o", target, "--force")
             assert f"{target} has its experts in the files of the input {alike}" in error
         assert command("verify", alike) == 0
+    beside = target.with_name("y.pt")
+    shutil.copy(target, beside)
+    assert command("merge", beside, "-o", target, "--force") == 0 == command("verify", beside)
+    shutil.copy(beside, target)
     (target.parent / "experts").rename(tmp_path / "real")
     (target.parent / "experts").symlink_to(tmp_path / "real")
     part = next(target.parent.glob("experts/*/*.pt"))

@@ -189,7 +189,7 @@ def test_another_dictionary_beside_the_output_is_not_written_over(whole: Path, t
     assert [path.name for path in other.iterdir()] == ["dict.txt"]
     (other / "dict.txt").unlink()
     os.mkfifo(other / "dict.txt")
-    assert "dict.txt: nothing writes to this pipe" in refused(capsys, "merge", export, "-o", other / "x.pt")
+    assert "dict.txt is not a regular file but a named pipe" in refused(capsys, "merge", export, "-o", other / "x.pt")
 
 
 def _with_file(export: Path, name: str, target: Path) -> Path:

@@ -20,7 +20,7 @@ NOTE = '{ printf "%s\\0" "$(basename "$0")" "$@"; echo; } >> "$NOTES"\n'
 PROGRAMS = {
     "sbatch": 'echo "${SBATCH_SAYS:-42}"',
     "scontrol": 'exit "${SCONTROL_STATUS:-0}"',
-    "squeue": 'echo "${JOB_STATE:-RUNNING}"',
+    "squeue": '[ -n "${SQUEUE_STATES:-}" ] || echo "${JOB_STATE:-RUNNING}"',
     "smlp": 'eval "${SMLP_DOES:-}"',
     # one task after the other; srun's status is the highest of theirs
     "srun": 'worst=0; while [[ "$1" == -* ]]; do shift; done\n'
@@ -182,6 +182,7 @@ SIZE = ["--nodes", "1", "--gpus-per-node", "8"]
         ([*SIZE, "--", "nowhere", "--arch", "smlp"], "there is no dict.txt in 'nowhere'"),
         ([*SIZE, "--", "data:nowhere", "--arch", "smlp"], "there is no folder 'nowhere' with data"),
         ([*SIZE, "--", "data", "--arch", "smlp", "--dry-run"], "with --dry-run, smlp train trains nothing"),
+        ([*SIZE, "--export=NONE", "--", "data"], "with --export=NONE, the job does not get variables that it needs"),
         ([*SIZE, "--logs", "50%", "--", "data"], "/50% has a % or \\ in its name, which sbatch does not take"),
         ([*SIZE, "--logs", "a\\b", "--", "data"], "/a\\b has a % or \\ in its name"),
         ([*SIZE, "--", "no.sh", "data", "runs"], "there is no command file no.sh"),
@@ -201,6 +202,13 @@ SIZE = ["--nodes", "1", "--gpus-per-node", "8"]
 def test_mistakes_in_submitting(user, words, message) -> None:
     assert message in error(run(user, SUBMIT, *words))
     assert not noted(user, "sbatch")
+
+
+def test_a_site_that_hands_on_no_variables(user) -> None:
+    site = {"SBATCH_EXPORT": "NONE"}
+    assert "give --export=ALL" in error(run(user, SUBMIT, *SIZE, "--", "data", **site))
+    assert run(user, SUBMIT, *SIZE, "--export=ALL,A=1", "--", "data", **site).rc == 0 and noted(user, "sbatch")
+    assert job(user, TRAIN, "data", SLURM_EXPORT_ENV="NONE", SMLP_DOES='[ -z "${SLURM_EXPORT_ENV+x}" ]').rc == 0
 
 
 def test_data_of_sentences_have_a_dictionary_for_each_input(user) -> None:
@@ -254,6 +262,11 @@ def test_a_stopped_job_goes_back_to_the_queue(user, does) -> None:
     """After saving, or ended by the signal before the first update."""
     done = job(user, TRAIN, "data", SMLP_DOES=does)
     assert done.rc == 0 and "training stopped; the job returns to the queue" in done.stdout, done.stderr
+    assert noted(user, "scontrol") == [["requeue", "7"]]
+
+
+def test_what_the_user_sees_of_the_queue_does_not_matter(user) -> None:
+    assert job(user, TRAIN, "data", SMLP_DOES="exit 75", SQUEUE_STATES="PENDING").rc == 0
     assert noted(user, "scontrol") == [["requeue", "7"]]
     again = job(user, TRAIN, "data", SLURM_RESTART_COUNT="1")
     assert again.rc == 0 and "start 2: 4 ranks" in again.stdout and "training stopped" not in again.stdout
