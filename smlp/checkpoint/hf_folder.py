@@ -44,7 +44,7 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     path = folder / CONFIG
-    options = {ALIASES.get(name, name): value for name, value in _read_json(path).items()}
+    options = {ALIASES.get(name, name): value for name, value in _read_json(path).items()}  # the last, as there
     kind = options.get("model_type")
     if kind not in MODEL_TYPES:
         raise UserError(f"{path} is of another kind of model (model_type {kind!r:.40}), not one of smlp's")
