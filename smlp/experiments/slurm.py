@@ -111,7 +111,10 @@ def _queued(numbers: list[str], cluster: str) -> list[str]:
     try:
         # %F is the number that all tasks of an array share
         command = ["squeue", *_on(cluster), "--noheader", "--format=%F", f"--jobs={','.join(numbers)}"]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=60)
+        everything = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}  # filters
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=60, env=everything
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"{cannot}: {error}") from None
     if done.returncode != 0 and "invalid job id" not in done.stderr.lower():  # Slurm forgets old jobs

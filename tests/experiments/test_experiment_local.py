@@ -581,11 +581,12 @@ def test_jobs_of_another_cluster_are_asked_for_there(planned, tmp_path, monkeypa
     squeue = tmp_path / "bin" / "squeue"
     squeue.parent.mkdir()
     squeue.write_text(
-        '#!/bin/sh\ncase "$*" in\n--clusters=c*) echo CLUSTER: c; echo 13;;\n--clusters=b*) echo CLUSTER: b;;\n'
+        '#!/bin/sh\n[ -z "$SQUEUE_STATES" ] || exit 0\ncase "$*" in\n--clusters=c*) echo CLUSTER: c; echo 13;;\n--clusters=b*) echo CLUSTER: b;;\n'
         "*) echo slurm_load_jobs error: Invalid job id specified >&2; exit 1;;\nesac\n"
     )
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{squeue.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")  # what a user wants to see is not what there is
     assert slurm.jobs_in_queue(folder) == ["13 of cluster c"]
     squeue.write_text("#!/bin/sh\necho no answer >&2; exit 1\n")
     with pytest.raises(UserError, match=r"^cannot ask Slurm for the jobs 13 of cluster c: no answer$"):
