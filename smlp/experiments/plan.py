@@ -20,7 +20,7 @@ from smlp.costs.match import FAMILIES, like, match
 from smlp.errors import UserError
 from smlp.experiments.folder import DONE, Folder
 from smlp.experiments.reading import check_names
-from smlp.experiments.spec import MASKED, Experiment, ModelEntry, grid_folder, option_words
+from smlp.experiments.spec import MASKED, Experiment, ModelEntry, grid_folder, option_words, path_word
 
 #: batch size in validation relative to training
 VALID_BATCHES = 4
@@ -260,7 +260,7 @@ def validations_of(experiment: Experiment, run: PlannedRun) -> int:
 def training_words(experiment: Experiment, run: PlannedRun, data: str, save_dir: Path) -> list[str]:
     """Return the arguments of ``smlp train`` for a run."""
     interval = str(math.ceil(run.updates / validations_of(experiment, run)))  # the last one happens at the end
-    words = [data, "--task", experiment.task, *_model_words(run.model), *shape_words(experiment)]
+    words = [path_word(data), "--task", experiment.task, *_model_words(run.model), *shape_words(experiment)]
     words += ["--batch-size-valid", str(VALID_BATCHES * experiment.batch_size)]
     words += ["--valid-subset", ",".join(experiment.evaluation.subsets)]
     words += option_words({**experiment.recipe, **run.model.recipe, **run.recipe})

@@ -30,7 +30,7 @@ from smlp.experiments.plan import (
 from smlp.experiments.processes import stopped_by
 from smlp.experiments.progress import Progress, reached
 from smlp.experiments.reading import settings_of
-from smlp.experiments.spec import Experiment
+from smlp.experiments.spec import Experiment, path_word
 from smlp.experiments.tuning import at_edge, check_runs, choose
 from smlp.files import copy_whole, write_whole
 from smlp.launch.environment import environment, keep_difference
@@ -236,6 +236,6 @@ def _summary(experiment: Experiment, folder: Folder, models: Sequence[PlannedMod
     for name in left_out:
         print(f"not trained: {name}: every run of its grid failed", flush=True)
     done = sum(state["state"] == DONE for state in states.values())
-    print(f"{done} of {len(runs)} runs are done: smlp compare report {shlex.quote(str(folder.path))}", flush=True)
+    print(f"{done} of {len(runs)} runs are done: smlp compare report {shlex.quote(path_word(folder.path))}", flush=True)
     to_repeat = any(message and not any(words in message for words in _GIVEN_UP) for message in grid.values())
     return 1 if failed or missing or left_out or to_repeat else 0

@@ -187,8 +187,12 @@ def option_words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _as_word(value: Any) -> str:
-    """Return a value as text; a path that begins with a dash would be taken for an option."""
-    return os.path.join(".", value) if isinstance(value, Path) and str(value).startswith("-") else str(value)
+    return path_word(value) if isinstance(value, Path) else str(value)
+
+
+def path_word(path: str | Path) -> str:
+    """Return a path as a word of a command line, in which one that begins with a dash would be taken for an option."""
+    return os.path.join(".", path) if str(path).startswith("-") else str(path)
 
 
 def zeroshot_words(wanted: EvaluationPlan) -> list[str]:

@@ -581,7 +581,8 @@ def test_jobs_of_another_cluster_are_asked_for_there(planned, tmp_path, monkeypa
     squeue = tmp_path / "bin" / "squeue"
     squeue.parent.mkdir()
     squeue.write_text(
-        '#!/bin/sh\n[ -z "$SQUEUE_STATES" ] || exit 0\ncase "$*" in\n--clusters=c*) echo CLUSTER: c; echo 13;;\n--clusters=b*) echo CLUSTER: b;;\n'
+        '#!/bin/sh\n[ -z "$SQUEUE_STATES" ] || exit 0\n'
+        'case "$*" in\n--clusters=c*) echo CLUSTER: c; echo 13;;\n--clusters=b*) echo CLUSTER: b;;\n'
         "*) echo slurm_load_jobs error: Invalid job id specified >&2; exit 1;;\nesac\n"
     )
     squeue.chmod(0o755)

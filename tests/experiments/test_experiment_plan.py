@@ -137,7 +137,8 @@ def test_runs_and_their_commands(tmp_path):
     assert (options["--lr"], options["--seed"], options["--max-update"]) == ("0.004", "2", "20")
     assert options["--validate-interval-updates"] == options["--save-interval-updates"] == "5"
     assert words[words.index("--save-dir") + 1] == str(tmp_path / "save")
-    dashed = training_words(found, runs[1], "data-bin", Path("-out"))
+    dashed = training_words(found, runs[1], "-out/data", Path("-out"))
+    assert dashed[0] == "./-out/data"
     assert dashed[dashed.index("--save-dir") + 1] == "./-out", "a path that begins with a dash is no option"
     assert dashed[dashed.index("--log-file") + 1] == "./-out/train.log"
     tuned = training_words(found, grid[0], "data-bin", tmp_path / "save")
