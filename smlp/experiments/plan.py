@@ -196,7 +196,7 @@ def planned_models(experiment: Experiment, data: str, vocab_size: int) -> list[P
     def configure(words: list[str], settings: dict[str, Any]) -> Any:
         budget = ["--max-update", str(experiment.updates)]  # learning rate schedules are checked against it
         words = ["--task", experiment.task, *words, *budget]
-        cfg = training_configuration([data, *words, *default_arguments(words)], settings)  # as smlp train
+        cfg = training_configuration([path_word(data), *words, *default_arguments(words)], settings)  # as smlp train
         check_pairs(cfg)
         settle_context(cfg.model, cfg.task)
         return config_of(cfg.model, vocab_size + (experiment.task == MASKED))  # and <mask>

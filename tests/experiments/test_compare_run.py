@@ -374,6 +374,7 @@ def test_paths_that_begin_with_a_dash_are_no_options_of_the_steps(tmp_path, monk
     monkeypatch.setattr("smlp.experiments.data.run_logged", lambda name, words, log: steps.update({name: words}))
     path = tmp_path / "other.yaml"
     path.write_text(FILE.replace("data: DATA", "text: {files: [-some.txt], vocab_size: 64}"))
+    assert main(["compare", "run", str(path), "--out=-out", "--dry-run"]) == 0
     with pytest.raises(UserError, match="manifest"):  # the steps made nothing
         data_of(read_experiment(path), Folder(Path("-out")))
     assert list(steps) == ["text", "vocabulary", "binarize"]
