@@ -13,6 +13,7 @@ from typing import Any
 from smlp.checkpoint.export import export_of, safetensors_library, write_export
 from smlp.checkpoint.index import (
     INDEX_KEY,
+    PARTS_FOLDER,
     ExpertIndex,
     describe_tensors,
     folders_of_parts,
@@ -70,7 +71,8 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
         if not force:
             raise UserError(f"{target} exists: --force overwrites it")
         # what it has in parts is removed once it is written over, but for the parts of the ``*.pt`` beside it
-        parts = {folder.resolve() for folder in _parts_of(target)}
+        is_link = (target.parent / PARTS_FOLDER).is_symlink()  # then they stay
+        parts = set() if is_link else {folder.resolve() for folder in _parts_of(target)}
         for path in map(Path, inputs if parts else ()):
             is_beside = path.suffix == ".pt" and os.path.samefile(path.parent, target.parent)
             if not is_beside and parts & {folder.resolve() for folder in _parts_of(path)}:

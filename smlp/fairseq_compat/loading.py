@@ -452,8 +452,11 @@ def _without_a_model(path: str) -> str | None:
     """Return the message for a whole file with another content, such as a checkpoint of images; None for another."""
     with contextlib.suppress(UserError):
         state = read_structure(path)
-        if not (isinstance(state, dict) and "model" in state and "cfg" in state):
-            return f"{path} is not a checkpoint of fairseq-train: it has no model and configuration"
+        found = state if isinstance(state, dict) else {}
+        lacks = {"model": "model" not in found, "configuration": not {"cfg", "args"} & found.keys()}
+        if any(lacks.values()):
+            missing = " and no ".join(name for name, is_missing in lacks.items() if is_missing)
+            return f"{path} is not a checkpoint of fairseq-train: it has no {missing}"
     return None
 
 

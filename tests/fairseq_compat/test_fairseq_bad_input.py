@@ -209,7 +209,7 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         "train",
         [*TRAIN, "--finetune-from-model", "{root}/kinds/images.pt"],
         None,
-        ["images.pt is not a checkpoint of fairseq-train: it has no model and configuration"],
+        ["images.pt is not a checkpoint of fairseq-train: it has no model and no configuration"],
     ),
     "eval flipped": ("eval_lm", ["--path", "{root}/kinds/flipped.pt"], None, ["flipped.pt is damaged"]),
     "eval pipe": ("eval_lm", ["--path", "{root}/kinds/pipe.pt"], None, ["pipe.pt is", "a named pipe"]),

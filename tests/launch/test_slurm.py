@@ -189,8 +189,8 @@ def test_each_task_of_an_array_goes_on_by_itself(jobs):
     numbers = [f"{array}_{run}" for run in (1, 2)]
     for run, number in enumerate(numbers, 1):
         jobs.wait_until(number, (jobs.folder / "slurm-logs" / f"waiting{run}").exists)
+    jobs.run("scancel", "--signal=USR1", *numbers, timeout=20)
     for number in numbers:
-        jobs.run("scancel", "--signal=USR1", number, timeout=20)
         jobs.wait_until(number, lambda number=number: jobs.look(number).restarts == 1, 90)
     assert [jobs.trained(number).restarts for number in numbers] == [1, 1]
 
