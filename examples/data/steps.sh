@@ -105,8 +105,14 @@ submit() {
     line="$(quoted "$@")"
     line="${line//@TASK@/$task}"
     [ -z "$after" ] || own+=(--dependency="afterok:$after")
-    after="$(sbatch --parsable --job-name "smlp-$name" "${sbatch_options[@]}" "${own[@]}" --wrap "$line")"
-    after="${after%%;*}"
+    local answer
+    answer="$(sbatch --parsable --job-name "smlp-$name" "${sbatch_options[@]}" "${own[@]}" --wrap "$line")"
+    # a site's sbatch may print notices, or leave out --parsable; with --clusters it adds the cluster
+    after="$(sed -nE 's/^(Submitted batch job )?([0-9]+)((;| on cluster ).*)?$/\2/p' <<<"$answer" | tail -n 1)"
+    if [ -z "$after" ]; then
+        echo "smlp: error: sbatch took the job, but its number is not in: ${answer//$'\n'/ }" >&2
+        exit 1
+    fi
     echo "$after $name: $line"
 }
 

@@ -11,7 +11,7 @@ from running import REPOSITORY, as_user
 pytestmark = pytest.mark.long
 
 RECIPES = REPOSITORY / "examples" / "data"
-# Runs each job at once, all tasks of an array together, and prints its number: what 'sbatch --parsable' prints.
+# Runs each job at once, all tasks of an array together, and prints its number, as the sbatch of some site.
 SBATCH = """#!/usr/bin/env bash
 set -eu
 tasks=none wrap=""
@@ -33,7 +33,8 @@ if [ "$tasks" = none ]; then sh -euc "$wrap" >>"$JOBS.out" 2>&1; else
     for process in $started; do wait "$process" || failed=1; done
     [ "$failed" = 0 ]
 fi
-wc -l <"$JOBS"
+echo "A notice of the site."
+echo "${SAYS-Submitted batch job }$(wc -l <"$JOBS")"
 """
 
 
@@ -151,7 +152,7 @@ def test_jobs_are_lines_that_any_shell_reads(tmp_path):
     script = ["#!/bin/sh", "all=", 'for word in "$@"; do all="$all<$word>"; done', 'printf "%s\\n" "$all"']
     (tmp_path / "smlp").write_text("\n".join(script) + "\n")
     (tmp_path / "smlp").chmod(0o755)
-    out = "it's a \u00fc\n$HOME \\ `id`"
+    out, cluster = "it's a \u00fc\n$HOME \\ `id`", slurm(tmp_path, tmp_path / "jobs")
     done = subprocess.run(
         [
             "bash",
@@ -160,11 +161,19 @@ def test_jobs_are_lines_that_any_shell_reads(tmp_path):
             RECIPES / "steps.sh",
             out,
         ],
-        env={**as_user(), **slurm(tmp_path, tmp_path / "jobs"), "SMLP": str(tmp_path / "smlp"), "LC_ALL": "C"},
+        env={**as_user(), **cluster, "SMLP": str(tmp_path / "smlp"), "LC_ALL": "C"},
         capture_output=True,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+    lost = subprocess.run(
+        ["bash", "-c", 'source "$0"; begin out --tasks 1; step clean', RECIPES / "steps.sh"],
+        env={**as_user(), **cluster, "JOBS": str(tmp_path / "lost"), "SMLP": "true", "SAYS": "job "},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert lost.returncode == 1 and "its number is not in: A notice of the site. job 1" in lost.stderr
     command = f"<data><clean><--out><{out}><--workers><3>"
     found = (tmp_path / "jobs.out").read_text(encoding="utf-8")
     assert sorted(found.split("<data>")[1:]) == sorted(
