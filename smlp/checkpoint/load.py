@@ -98,21 +98,27 @@ def tokenizer_of(
 ) -> Tokenizer:
     """Return the tokenizer of a checkpoint, from the files named, from inside an export or from the files found.
 
+    An export with files of its own takes no others that lie about: where one is named, the other is still its own.
+
     Raises:
         UserError: there is no dictionary, its size is not the model's, or a file cannot be read.
     """
-    if checkpoint.is_export and dictionary is None:
+    if checkpoint.is_export and (checkpoint.files or dictionary is None):
         with tempfile.TemporaryDirectory() as folder:
             for name, tensor in checkpoint.files.items():
                 write_whole(Path(folder) / name, _to_bytes(tensor))
+            path = Path(dictionary or Path(folder) / DICTIONARY)
             try:
-                return _read(Path(folder) / DICTIONARY, tokenizer or find_tokenizer([Path(folder)]), checkpoint)
+                found = _read(path, tokenizer or find_tokenizer([Path(folder)]), checkpoint)
             except UserError as error:
-                if tokenizer is not None and folder not in str(error):  # it is of the file that the user names
+                if (dictionary or tokenizer) and folder not in str(error):  # it is of a file that the user names
                     raise
                 raise UserError(f"in {checkpoint.path}: {str(error).replace(f'{folder}/', '')}") from error
-    path, tokenizer = _find_files(checkpoint, dictionary, tokenizer)
-    found = _read(path, tokenizer, checkpoint)
+        if dictionary is None:
+            return found
+    else:
+        path, tokenizer = _find_files(checkpoint, dictionary, tokenizer)
+        found = _read(path, tokenizer, checkpoint)
     is_its_own = found.vocabulary.is_that_of(checkpoint.state)
     if is_its_own is None and dictionary is not None:
         _check_dictionary(path, found.vocabulary, checkpoint)
@@ -167,8 +173,9 @@ def text_files(
     """
     tokenizer_of(checkpoint, dictionary, tokenizer)
     files = dict(checkpoint.files)
-    if dictionary is not None or not checkpoint.is_export:
+    if not files:
         dictionary, tokenizer = _find_files(checkpoint, dictionary, tokenizer)
+    if dictionary is not None:
         files[DICTIONARY] = bytes_of(dictionary)
     if tokenizer is not None:
         files = {name: content for name, content in files.items() if name == DICTIONARY}
@@ -248,7 +255,7 @@ def load_pretrained(
         tokenizer: a SentencePiece model or ``encoder.json`` to use instead.
         mapped: whether weights stay in the file and are read as they are used, so that processes share them. The file
             may be replaced meanwhile, but not written to.
-        ranks_for: returns which rank holds which experts of a model; only this rank's are read. By default, one process
+        ranks_for: returns which rank holds which experts of a model; only this rank's are kept. By default, one process
             holds all.
 
     Returns:

@@ -20,7 +20,7 @@ import numpy as np
 from smlp.errors import UserError
 from smlp.evaluation.perplexity import of_bits
 from smlp.files import read_bytes
-from smlp.plots.drawing import OKABE_ITO, legend, new_figure, save
+from smlp.plots.drawing import OKABE_ITO, entry, legend, new_figure, plain_number, save
 
 # Runs also differ in marker.
 _COLOURS = tuple(OKABE_ITO[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky"))
@@ -138,19 +138,19 @@ def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[s
     if not any(curve.train or curve.valid for curve in curves):
         raise UserError(f"there is no loss to draw: {', '.join(curve.name for curve in curves)} without any point")
     figure = new_figure(9, 5.5, "Training and validation loss")
-    from matplotlib.ticker import LogLocator, StrMethodFormatter
+    from matplotlib.ticker import LogLocator
 
     axes = figure.add_subplot()
     axes.set_yscale("log")
     for number, (curve, colour, marker) in enumerate(zip(curves, _COLOURS, _MARKERS, strict=False)):
-        axes.plot(*_xy(curve.train), color=colour, linewidth=1, alpha=0.6, label=f"{curve.name}, training")
+        axes.plot(*_xy(curve.train), color=colour, linewidth=1, alpha=0.6, label=entry(f"{curve.name}, training"))
         axes.plot(
             *_xy(curve.valid),
             color=colour,
             linewidth=2.2,
             marker=marker,
             markersize=max(11 - 3 * number, 5),  # smaller on larger ones, so that equal curves stay visible
-            label=f"{curve.name}, validation",
+            label=entry(f"{curve.name}, validation"),
         )
     right = max(point.num_updates for curve in curves for point in curve.train + curve.valid)
     for name, perplexity in (baselines or {}).items():
@@ -169,7 +169,7 @@ def draw_curves(curves: Sequence[TrainingCurve], out: Path, baselines: Mapping[s
     axes.set_xlabel("updates")
     axes.set_ylabel("perplexity per token (log scale)")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_major_formatter(plain_number)
     axes.minorticks_off()
     loss_axis = axes.secondary_yaxis("right", functions=(lambda x: np.log(np.maximum(x, 1e-9)), np.exp))
     loss_axis.set_yscale("linear")

@@ -109,6 +109,16 @@ def legend(place: Figure | Axes, *entries: Any, **options: Any) -> None:
         label.set_parse_math(False)
 
 
+def entry(name: str) -> str:
+    """Return the label of a line: its name, also where it begins as those that matplotlib leaves out of legends."""
+    return f" {name}" if name.startswith("_") else name
+
+
+def plain_number(value: float, place: int | None = None) -> str:
+    """Return the label of a tick of a logarithmic axis: the number itself, whole or not."""
+    return f"{value:,.6g}" if value < 1e6 else f"{value:,.0f}"
+
+
 def readable(symbols: Sequence[str]) -> list[str]:
     """Return symbols that the font can show; characters that it lacks become U+XXXX."""
     from matplotlib.font_manager import FontProperties, findfont, get_font

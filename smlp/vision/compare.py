@@ -492,7 +492,7 @@ def _table(
 
 def _draw(curves: dict[str, dict[int, list[float]]]) -> Figure:
     """Draw accuracy by epoch: the mean over seeds and its interval."""
-    from smlp.plots.drawing import OKABE_ITO, legend, new_figure
+    from smlp.plots.drawing import OKABE_ITO, entry, legend, new_figure
 
     figure = new_figure(6.5, 4.2, "Validation accuracy by epoch")
     axes = figure.subplots()
@@ -501,7 +501,7 @@ def _draw(curves: dict[str, dict[int, list[float]]]) -> Figure:
             continue
         epochs = range(1, min(map(len, by_seed.values())) + 1)
         found = [Estimate({seed: curve[epoch - 1] for seed, curve in by_seed.items()}) for epoch in epochs]
-        axes.plot(epochs, [one.mean for one in found], label=name, color=colour)
+        axes.plot(epochs, [one.mean for one in found], label=entry(name), color=colour)
         if found[0].half is not None:
             lows, highs = [one.low for one in found], [one.high for one in found]
             axes.fill_between(epochs, lows, highs, color=colour, alpha=0.2, linewidth=0)  # type: ignore[arg-type]

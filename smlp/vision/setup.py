@@ -117,13 +117,13 @@ def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
             f"--resume {args.resume} was trained on other classes ({was!r} where {args.data_dir} has {now!r}): start "
             "from its weights with --initial-checkpoint"
         )
+    args.change_resolution |= getattr(before, "change_resolution", False)  # the next resume has to know it as well
     had = getattr(before, "model_kwargs", {})
     if not args.model_kwargs:
         args.model_kwargs = had
     elif "token_dim" in had:  # --change-resolution sets the width of the network over tokens
         width = {"token_dim": had["token_dim"]}
-        is_changed = getattr(before, "change_resolution", False)
-        args.model_kwargs = {**args.model_kwargs, **width} if is_changed else {**width, **args.model_kwargs}
+        args.model_kwargs = {**args.model_kwargs, **width} if args.change_resolution else {**width, **args.model_kwargs}
     if getattr(before, "model_ema", False) and not args.model_ema:
         raise UserError(f"--resume {args.resume} has an average of its weights, which would be lost: give --model-ema")
     for name in _OF_THE_CHECKPOINT:

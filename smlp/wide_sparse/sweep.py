@@ -364,7 +364,7 @@ def _similarities(
 
 def _draw(record: dict[str, Any], errors: dict[str, dict[int, float]], path: Path) -> None:
     """Draw the error along the axis: the mean over seeds and its interval."""
-    from smlp.plots.drawing import OKABE_ITO, legend, new_figure, save
+    from smlp.plots.drawing import OKABE_ITO, entry, legend, new_figure, save
 
     figure = new_figure(6.5, 4.2, record["title"])
     axes = figure.subplots()
@@ -376,7 +376,7 @@ def _draw(record: dict[str, Any], errors: dict[str, dict[int, float]], path: Pat
         if points:
             xs, ys = [x for x, _ in points], [one.mean for _, one in points]
             halves = [one.half or 0.0 for _, one in points]
-            axes.errorbar(xs, ys, yerr=halves, marker="o", capsize=3, label=series, color=colour)
+            axes.errorbar(xs, ys, yerr=halves, marker="o", capsize=3, label=entry(series), color=colour)
             places += xs
     if max(places) > 8 * min(places):
         axes.set_xscale("log")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from checkpoint_states import PREFIX, WORDS, command, content, differences, refused, save
 from running import run_python
+from squad_data import write_tokenizer
 
 import smlp
+from data_prep.tokenize.models import train_sentencepiece
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.config import unflatten
 from smlp.nn.decoder import Decoder
@@ -263,6 +266,29 @@ def test_a_wrong_tokenizer_of_the_user_is_not_said_to_be_in_the_export(whole: Pa
     assert command("merge", whole, "-o", export, "--export") == 0
     with pytest.raises(smlp.UserError, match=r"^there is no SentencePiece model .*nothere\.model"):
         smlp.load_pretrained(export, tokenizer=tmp_path / "nothere.model")
+
+
+def test_a_dictionary_named_for_an_export_leaves_it_its_own_tokenizer(tmp_path: Path) -> None:
+    """Another tokenizer that happens to lie beside it is not taken, and none has to."""
+    (made := tmp_path / "made").mkdir()
+    tokenizer = write_tokenizer(tmp_path / "spm", "bpe")
+    vocabulary = Vocabulary.load(tokenizer / "dict.txt")
+    whole = save(made, "dense_lm_tiny", vocab_size=len(vocabulary))
+    export, again = made / "e.safetensors", made / "again.pt"
+    named = {name: tokenizer / name for name in ("dict.txt", "sentencepiece.model")}
+    options = ("--dict", named["dict.txt"], "--tokenizer", named["sentencepiece.model"])
+    assert command("merge", whole, "-o", export, *options) == 0
+    dictionary = Path(shutil.copy(named["dict.txt"], tmp_path / "alone.txt"))
+    (made / "dict.txt").unlink()
+    for beside in (None, train_sentencepiece(iter(["an other text altogether", "xyz"]), 24, "bpe")):
+        if beside is not None:
+            (made / "sentencepiece.model").write_bytes(beside)
+        lm = smlp.load_pretrained(export, dictionary)
+        assert lm.tokenize("the river") == smlp.load_pretrained(export).tokenize("the river")
+        assert command("merge", export, "-o", again, "--export", "--force", "--dict", dictionary) == 0
+        assert content(again)["files"].keys() == {"dict.txt", "sentencepiece.model"}
+        held = bytes(content(again)["files"]["sentencepiece.model"].tolist())
+        assert held == named["sentencepiece.model"].read_bytes()
 
 
 def test_what_is_made_of_an_export_records_its_dictionary(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from fairseq.logging import progress_bar
 
 from smlp.errors import UserError
 from smlp.evaluation.curves import LossPoint, TrainingCurve, draw_curves, read_training_log
+from smlp.plots.drawing import plain_number
 
 
 def write_log(path, lines: list) -> None:
@@ -116,6 +117,16 @@ def test_picture_shows_every_run_and_baseline(tmp_path):
     # The second run was never validated: its thin line is translucent, only its legend marker has the full colour.
     assert pixels(both, second) > 20
     assert pixels(lined, baseline) > pixels(both, baseline) + 500
+
+
+def test_ticks_say_their_values():
+    assert [plain_number(value) for value in (1.2, 1.5, 15.0, 2000.0, 2e7)] == [
+        "1.2",
+        "1.5",
+        "15",
+        "2,000",
+        "20,000,000",
+    ]
 
 
 def test_too_many_or_no_runs(tmp_path):

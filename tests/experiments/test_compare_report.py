@@ -296,6 +296,15 @@ def test_zero_shot_answers_with_other_settings_are_named(out):
     ]
 
 
+def test_names_with_a_first_underscore_are_in_the_legends(tmp_path, monkeypatch):
+    """matplotlib leaves such labels out."""
+    monkeypatch.setattr("experiment_folder.MODELS", {"_gMLP": MODELS["gMLP"], "Switch": MODELS["Switch"]})
+    results = read_results(write_experiment(tmp_path / "out"))
+    legends = [legend for _, figure in _all(results) if figure for legend in figure.legends]
+    named = [[text.get_text() for text in legend.get_texts()] for legend in legends]
+    assert sum(" _gMLP" in names for names in named) == 4, named
+
+
 def test_names_with_dollar_signs_are_drawn(tmp_path, monkeypatch):
     models = {"$\\frac$": MODELS["gMLP"], "$^$": MODELS["Switch"]}
     monkeypatch.setattr("experiment_folder.MODELS", models)

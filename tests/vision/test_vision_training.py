@@ -330,9 +330,11 @@ def test_change_of_resolution(digits, tmp_path, model):
     assert float(row["eval_loss"]) == pytest.approx(at_once["loss"], rel=1e-6)
     again = evaluated(tmp_path / "large" / "last.pth.tar", digits)
     assert again["loss"] == pytest.approx(at_once["loss"], rel=1e-6) and again["image_size"] == 16
-    resumed = ["--epochs", "2", "-b", "80", "--no-aug", *larger[3:], "--img-size", "16", "--experiment", "resumed"]
-    last = tmp_path / "large" / "last.pth.tar"  # --model-kwargs name the width at the smaller size
-    assert train(digits, *resumed, "--output", tmp_path, "--resume", last, model=model) == 0
+    resumed = ["-b", "80", "--no-aug", *larger[3:], "--img-size", "16", "--output", tmp_path]
+    for epochs, before, name in ((2, "large", "resumed"), (3, "resumed", "again")):
+        last = tmp_path / before / "last.pth.tar"  # --model-kwargs name the width at the smaller size
+        more = ["--epochs", epochs, "--experiment", name, "--resume", last]
+        assert train(digits, *resumed, *more, model=model) == 0
 
 
 @pytest.mark.parametrize("kind", ["mixer", "gmlp"])

@@ -16,7 +16,7 @@ from smlp.experiments.report.health import pooled_curve
 from smlp.experiments.report.results import Model, Results
 from smlp.experiments.report.speed import averaged_runs, mean_curve, time_unit
 from smlp.experiments.report.table import estimate
-from smlp.plots.drawing import OKABE_ITO, legend, new_figure
+from smlp.plots.drawing import OKABE_ITO, entry, legend, new_figure, plain_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -160,7 +160,7 @@ def draw_curves(
 
 
 def _label(results: Results, model: Model) -> str:
-    name = model.name
+    name = entry(model.name)
     if model.config.prefix_tokens:
         name += "\n(after its prefix alone)"
     if not results.done(model):
@@ -189,14 +189,14 @@ def _finish(axes: Axes, label: str, title: str) -> None:
 
 
 def _log_ticks(axes: Axes) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     # leading digits of the ticks, dense enough to leave no large part of the axis without a tick
     digits = (1, 2, 5) if high / low > 20 else (1, 1.5, 2, 3, 5, 7) if high / low > 3 else (*range(1, 10), 1.2, 1.5)
     axes.yaxis.set_major_locator(LogLocator(subs=digits, numticks=15))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_major_formatter(plain_number)
     axes.yaxis.set_minor_locator(NullLocator())
 
 
@@ -229,5 +229,6 @@ def draw_routing(results: Results, styles: dict[str, Style]) -> Figure | None:
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     order = [model.name for model in results.models if model.name in handles]
-    legend(figure, [handles[name] for name in order], order, loc="outside right upper", frameon=False, fontsize=9)
+    named = [handles[name] for name in order], [entry(name) for name in order]
+    legend(figure, *named, loc="outside right upper", frameon=False, fontsize=9)
     return figure

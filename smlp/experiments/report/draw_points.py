@@ -12,7 +12,7 @@ from smlp.experiments.report.results import Model, Results
 from smlp.experiments.report.speed import logged_tokens_per_second, timed_tokens_per_second
 from smlp.experiments.report.studies import head_groups, moe_models, smlp_beside_heads
 from smlp.experiments.report.table import Estimate
-from smlp.plots.drawing import legend, new_figure
+from smlp.plots.drawing import entry, legend, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,7 @@ def draw_quality_and_speed(results: Results, styles: dict[str, Style]) -> Figure
     figure = new_figure(7.5, 4.4, "Quality and speed of training: best at the lower right")
     axes = figure.subplots()
     for model, one, speed in points:
-        _point(axes, speed, one.mean, styles[model.name], yerr=one.half, label=model.name)
+        _point(axes, speed, one.mean, styles[model.name], yerr=one.half, label=entry(model.name))
     where = "alone on the machine (speed.json)" if timed else "in the training log, without evaluation"
     _finish(axes, f"tokens per second, {where}", f"{results.split} {_positions(results)}")
     axes.margins(0.08)
@@ -84,7 +84,7 @@ def draw_heads(results: Results, styles: dict[str, Style]) -> Figure | None:
         return None
     figure = new_figure(7.0, 4.2, "Number of heads (the paper's Figure 4)")
     axes = figure.subplots()
-    labels = [paper.NAMES.get(group[0][0].family or "", group[0][0].name) for group in groups]
+    labels = [entry(paper.NAMES.get(group[0][0].family or "", group[0][0].name)) for group in groups]
     for place, group in enumerate(groups):
         marker, line = _HEAD_LINES[place % len(_HEAD_LINES)]
         axes.errorbar(
@@ -97,7 +97,7 @@ def draw_heads(results: Results, styles: dict[str, Style]) -> Figure | None:
     beside = smlp_beside_heads(results)
     for model, one in _final(results, [beside] if beside else []):
         colour = styles[model.name].colour
-        label = f"{model.name} ({_experts(model.num_experts)})"
+        label = entry(model.name) + f" ({_experts(model.num_experts)})"
         axes.axhline(one.mean, color=colour, linestyle=(0, (8, 3)), label=label)
         if one.half is not None:
             axes.axhspan(one.low, one.high, color=colour, alpha=_BAND, linewidth=0)
