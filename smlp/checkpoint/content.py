@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from smlp.checkpoint.export import PREFIXES
 from smlp.config import ModelConfig
 from smlp.config.presets import from_training_options
@@ -73,12 +76,25 @@ def moment_problems(state: Any, path: str | Path) -> list[str]:
                 f"{path} is damaged: the optimizer's step of parameter {number} is {step!r:.60}, not a number from 0 "
                 f"to {_MOST_STEPS}; --reset-optimizer starts with new moments"
             )
+        for moment, value in of_parameter.items():  # what torch would convert without a word, or fail on
+            if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_complex()):
+                kind = f"is a tensor of {value.dtype}, {value.layout}"
+                problems.append(damaged_moment(path, moment, f"number {number}", kind))
     return problems
 
 
-def nan_moment(path: str | Path, moment: str, name: str) -> str:
-    """Return the sentence about a parameter's moment that is NaN."""
-    return f"{path} is damaged: {moment} of parameter {name} has NaN; --reset-optimizer starts with new moments"
+def moment_fault(moment: str, value: Tensor) -> str | None:
+    """Return what is wrong with a moment, for :func:`damaged_moment`; None if an optimizer can go on with it."""
+    if value.isnan().any():
+        return "has NaN"
+    if moment == "exp_avg" and value.isinf().any():  # squares may overflow
+        return "is infinite"
+    return "is negative" if "exp_avg_sq" in moment and (value < 0).any() else None
+
+
+def damaged_moment(path: str | Path, moment: str, name: str, fault: str) -> str:
+    """Return the sentence about a parameter's moment that cannot be used."""
+    return f"{path} is damaged: {moment} of parameter {name} {fault}; --reset-optimizer starts with new moments"
 
 
 def _is_number(value: Any) -> bool:

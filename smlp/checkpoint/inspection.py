@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from smlp.checkpoint.content import nan_moment
+from smlp.checkpoint.content import damaged_moment, moment_fault
 from smlp.checkpoint.export import digest_problem, read_safetensors
 from smlp.checkpoint.index import INDEX_KEY, ExpertIndex, Part, size_problem
 from smlp.checkpoint.lazy import LazyTensor
@@ -31,7 +31,7 @@ def problems_of(path: str | Path) -> list[str]:
     if not problems:
         try:
             checkpoint = open_checkpoint(path)
-            problems = fit_problems(checkpoint, reads_weights=True) or _nan_moments(checkpoint)
+            problems = fit_problems(checkpoint, reads_weights=True) or _moment_problems(checkpoint)
             if checkpoint.is_export:
                 tokenizer_of(checkpoint)
         except UserError as error:
@@ -70,15 +70,16 @@ def file_problems(path: str | Path) -> list[str]:
         return [f"cannot read {error.filename or path}: {error.strerror}"]
 
 
-def _nan_moments(checkpoint: Checkpoint) -> list[str]:
-    """Return which moments have NaN, one sentence each; --fp16 flattens those of all parameters into one."""
+def _moment_problems(checkpoint: Checkpoint) -> list[str]:
+    """Return which moments cannot be used, one sentence each; --fp16 flattens those of all parameters into one."""
     moments = checkpoint.optimizer or {}
     names = [checkpoint.prefix + name for name, _ in checkpoint.trained] if len(moments) > 1 else []
     return [
-        nan_moment(checkpoint.path, moment, names[number] if number < len(names) else f"number {number}")
+        damaged_moment(checkpoint.path, moment, names[number] if number < len(names) else f"number {number}", fault)
         for number, of_parameter in moments.items()
         for moment, value in of_parameter.items()
-        if isinstance(value, LazyTensor) and any(piece.isnan().any() for piece in value.pieces())
+        if isinstance(value, LazyTensor)
+        and (fault := next((found for piece in value.pieces() if (found := moment_fault(moment, piece))), None))
     ]
 
 

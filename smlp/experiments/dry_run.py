@@ -39,7 +39,7 @@ from smlp.experiments.plan import (
     tuning_runs,
     validations_of,
 )
-from smlp.experiments.progress import duration
+from smlp.experiments.progress import duration, is_given_up
 from smlp.experiments.spec import Experiment, option_words
 from smlp.experiments.speed import TimedUpdates, dtype_of
 from smlp.experiments.tuning import check_runs, chosen_so_far
@@ -115,6 +115,9 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     todo = not_done(folder, runs)
     if len(todo) < len(runs):
         print(f"{len(runs) - len(todo)} of {len(runs)} runs are done already")
+    if given_up := [run for run in todo if run.tuning and is_given_up(folder.run(run.folder))]:
+        print(f"given up, as two jobs brought them no further: {', '.join(run.folder for run in given_up)}")
+        todo = [run for run in todo if run not in given_up]
     held_out = held_out_tokens(found, experiment.evaluation.subsets) if found else 0
     _print_cost(experiment, todo, estimate(experiment, models, todo, machine.threads if machine else None, held_out))
     if machine and machine.runs_on_a_gpu > 1:

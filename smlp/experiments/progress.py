@@ -14,7 +14,7 @@ from smlp.errors import UserError
 from smlp.evaluation.curves import log_record
 from smlp.evaluation.perplexity import of_bits
 from smlp.experiments import slurm
-from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder
+from smlp.experiments.folder import DONE, FAILED, RUNNING, STOPPED, WAITING, Folder, RunFolder
 from smlp.experiments.json_files import EXPERIMENT, read_json
 from smlp.experiments.reading import read_experiment
 from smlp.experiments.spec import Experiment, grid_folder
@@ -51,6 +51,12 @@ def reached(log: Path) -> Reached:
             updates, train = int(record["num_updates"]), of_bits(float(record.get("nll_loss", record["loss"])))
             pace = float(record.get("ups", 0)) or None
     return Reached(updates, train, valid.get("valid", next(iter(valid.values()), None)), pace)
+
+
+def is_given_up(run: RunFolder) -> bool:
+    """Return whether two jobs in a row have brought a run of the grid no further; none of its jobs is in the queue."""
+    before = run.state().get("submitted", [])  # updates at each submission
+    return len(before) >= 2 and reached(run.log).updates <= before[-2]
 
 
 def _last_lines(path: Path) -> list[str]:

@@ -28,7 +28,7 @@ from smlp.experiments.plan import (
     tuning_runs,
 )
 from smlp.experiments.processes import stopped_by
-from smlp.experiments.progress import Progress, reached
+from smlp.experiments.progress import Progress, is_given_up, reached
 from smlp.experiments.reading import settings_of
 from smlp.experiments.spec import Experiment, path_word
 from smlp.experiments.tuning import at_edge, check_runs, choose
@@ -213,8 +213,7 @@ def _is_over(folder: Folder, run: PlannedRun) -> bool:
     own = folder.run(run.folder)
     if is_trained(own, run.updates):
         return True
-    before = own.state().get("submitted", [])  # updates at each submission; no job of the experiment is in the queue
-    if len(before) < 2 or reached(own.log).updates > before[-2]:
+    if not is_given_up(own):
         return False
     own.update_state(state=FAILED, message=f"{_TWO_JOBS}: see {folder.path / 'slurm' / 'logs'}")
     return True

@@ -8,9 +8,9 @@ from typing import Any
 
 from smlp.errors import UserError
 from smlp.evaluation.curves import curve_of, log_records
-from smlp.experiments.folder import DONE, Folder
+from smlp.experiments.folder import DONE, FAILED, Folder
 from smlp.experiments.json_files import read_json, write_json
-from smlp.experiments.plan import PlannedModel, PlannedRun, main_runs, not_done, tuning_runs
+from smlp.experiments.plan import PlannedModel, PlannedRun, main_runs, tuning_runs
 from smlp.experiments.spec import Experiment
 
 
@@ -66,9 +66,10 @@ def _check(experiment: Experiment, runs: Sequence[PlannedRun], folder: Folder) -
 
 
 def chosen_so_far(experiment: Experiment, models: Sequence[PlannedModel], folder: Folder) -> dict[str, Any]:
-    """Return the value that the grid chooses for each model; none while it is not done."""
+    """Return the value that the grid chooses for each model; none while some of it is neither done nor failed."""
     grid = tuning_runs(experiment, models)
-    return best(experiment, models, grid, folder)[0] if grid and not not_done(folder, grid) else {}
+    states = {folder.run(run.folder).state()["state"] for run in grid}
+    return best(experiment, models, grid, folder)[0] if grid and states <= {DONE, FAILED} else {}
 
 
 def best(

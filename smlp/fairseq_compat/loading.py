@@ -18,7 +18,14 @@ import torch.distributed as dist
 from omegaconf import open_dict
 from torch import nn
 
-from smlp.checkpoint.content import embedding_name, moment_problems, nan_moment, older_settings, progress_problems
+from smlp.checkpoint.content import (
+    damaged_moment,
+    embedding_name,
+    moment_fault,
+    moment_problems,
+    older_settings,
+    progress_problems,
+)
 from smlp.checkpoint.export import is_export
 from smlp.checkpoint.index import PARTS_FOLDER
 from smlp.checkpoint.load import dictionary_of
@@ -194,7 +201,8 @@ def check_moments(path: str, trainer: Any) -> None:
         trainer: that has read it.
 
     Raises:
-        UserError: a moment has NaN, or another shape than its parameter; the message names the parameter.
+        UserError: a moment has another shape than its parameter, or NaN, or is infinite or a negative square; the
+            message names the parameter.
     """
     # --zero-sharding os: this rank's part of the parameters is in the optimizer inside fairscale's
     part = getattr(trainer.optimizer.optimizer, "optim", None)
@@ -218,8 +226,8 @@ def check_moments(path: str, trainer: Any) -> None:
                     "new moments"
                 )
         for kind, value in moments[parameter].items():
-            if torch.is_tensor(value) and value.isnan().any():
-                raise UserError(nan_moment(path, kind, name))
+            if torch.is_tensor(value) and (fault := moment_fault(kind, value)):
+                raise UserError(damaged_moment(path, kind, name, fault))
     if without:
         logger.warning(
             f"{path} has no optimizer state for {len(without)} of {len(learnt)} parameters, {', '.join(without[:3])}"

@@ -501,16 +501,24 @@ def test_a_dictionary_is_looked_for_in_few_folders(whole: Path, tmp_path: Path) 
     tracemalloc.stop()
 
 
-def test_verify_names_moments_with_nan(whole: Path, capsys) -> None:
+def test_verify_names_moments_that_cannot_be_used(whole: Path, capsys) -> None:
     state = content(whole)
     state["last_optimizer_state"]["state"][2]["exp_avg_sq"].view(-1)[-1] = torch.inf
     torch.save(state, whole)
     assert command("verify", whole) == 0
-    state["last_optimizer_state"]["state"][3]["exp_avg"].view(-1)[-1] = torch.nan
-    torch.save(state, whole)
     name = PREFIX + [*dict(trained("base_lm_tiny")[0].named_parameters())][3]
-    said = f"{whole} is damaged: exp_avg of parameter {name} has NaN; --reset-optimizer starts with new moments"
-    assert said in refused(capsys, "verify", whole)
+    before = content(whole)
+    faults = (
+        ("exp_avg", torch.nan, "has NaN"),
+        ("exp_avg", torch.inf, "is infinite"),
+        ("exp_avg_sq", -1e-9, "is negative"),
+    )
+    for moment, value, fault in faults:
+        state = copy.deepcopy(before)
+        state["last_optimizer_state"]["state"][3][moment].view(-1)[-1] = value
+        torch.save(state, whole)
+        said = f"{whole} is damaged: {moment} of parameter {name} {fault}; --reset-optimizer starts with new moments"
+        assert said in refused(capsys, "verify", whole)
     assert smlp.load_pretrained(whole), "weights are whole"
 
 

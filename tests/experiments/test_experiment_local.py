@@ -29,7 +29,7 @@ from smlp.experiments.plan import as_json, main_runs, tuning_runs
 from smlp.experiments.processes import Ended
 from smlp.experiments.progress import Progress, Reached, duration, reached
 from smlp.experiments.scores import AGREEMENT, HALF_AGREEMENT, check_agreement
-from smlp.experiments.tuning import at_edge, check_runs, choose
+from smlp.experiments.tuning import at_edge, check_runs, choose, chosen_so_far
 from smlp.launch.environment import git_revision, keep_difference
 
 
@@ -514,6 +514,23 @@ def test_jobs_that_come_to_nothing_are_submitted_again_but_not_for_ever(planned,
     printed = capsys.readouterr().out
     assert "not trained: a: every run of its grid failed" in printed and "all runs are trained" not in printed
     assert "two jobs failed to train it" in folder.run("tune/b-0.002").state()["message"]
+
+
+def test_a_grid_with_a_run_that_is_given_up_has_chosen(planned):
+    """For a dry run, too, and it does not count that run among those to do."""
+    experiment, models, folder = planned(CLUSTER)
+    folder.path.mkdir()
+    for run in tuning_runs(experiment, models):
+        own = folder.run(run.folder)
+        if run.name.endswith("0.002"):
+            log(own, run.updates, valid=3.0)
+            own.update_state(state=DONE, trained=True)
+        else:
+            own.update_state(state=FAILED, submitted=[0, 0], message="two jobs failed to train it")
+            assert progress.is_given_up(own)
+    assert chosen_so_far(experiment, models, folder) == {"a": 0.002, "b": 0.002}
+    own.update_state(state="waiting")
+    assert chosen_so_far(experiment, models, folder) == {}
 
 
 def test_scores_that_the_file_asks_for_later_are_a_job_of_the_cluster(planned, monkeypatch, capsys):

@@ -107,6 +107,8 @@ WRONG_STATES: dict[str, tuple[list[str | int], object]] = {
     "moment": (["last_optimizer_state", "state", 1, "exp_avg"], None),
     "exp_avg": (["last_optimizer_state", "state", 1, "exp_avg"], torch.zeros(3)),
     "exp_avg_sq": (["last_optimizer_state", "state", 1, "exp_avg_sq"], torch.full((32, 32), torch.nan)),
+    "exp_avg, sparse": (["last_optimizer_state", "state", 1, "exp_avg"], torch.eye(32).to_sparse()),
+    "exp_avg_sq, negative": (["last_optimizer_state", "state", 1, "exp_avg_sq"], torch.full((32, 32), -1.0)),
     "step": (["last_optimizer_state", "state", 1, "step"], "six"),
     "betas": (["last_optimizer_state", "param_groups", 0, "betas"], "low"),
     "eps": (["last_optimizer_state", "param_groups", 0, "eps"], None),
