@@ -21,7 +21,6 @@ _CANDIDATES = 4
 _MORE_CANDIDATES = 64
 #: at most this many repairs for each expert by augmenting paths
 REPAIRS_PER_EXPERT = 8
-_EPSILON = 1e-9
 
 
 def num_to_move(owner_N: Tensor, num_experts: int) -> int:
@@ -102,6 +101,9 @@ def _place_in_queue(group: np.ndarray) -> np.ndarray:
 class PathRepair:
     """Moves single tokens along best paths between experts until all loads are floor(N/E) or ceil(N/E).
 
+    These are shortest paths of a minimum-cost flow, found one after the other (Dijkstra's, with prices that keep the
+    lengths from being negative), so that the result is optimal unless there are too many repairs.
+
     Every expert has a capacity of ``ceil(N/E)``. Where E does not divide N, dummies fill the rest, at most one for
     each expert, which any expert gives and takes at no cost.
 
@@ -119,8 +121,9 @@ class PathRepair:
         self.values_NE, self.owner_N = values_NE, owner_N
         self.capacity = -(-num_tokens // num_experts)
         num_dummies = num_experts * self.capacity - num_tokens
-        # the gain of moving a dummy from one expert to another
-        self.dummy_gain_EE = (price_E[:, None] - price_E) * taken_off
+        # no token loses by moving to the expert that is best for it at these prices, nor does a dummy
+        self.price_E = np.zeros(num_experts) if taken_off else price_E.astype(np.float64)
+        self.dummy_value_E = -price_E * taken_off
         self.has_dummy_E = np.zeros(num_experts, dtype=bool)
         self.has_dummy_E[np.argsort(price_E, kind="stable")[:num_dummies]] = True
         self.excess_E = np.bincount(owner_N, minlength=num_experts) + self.has_dummy_E - self.capacity
@@ -138,11 +141,8 @@ class PathRepair:
         if self.excess_E.any():
             for expert in range(num_experts):
                 self._update_moves(expert)
-        for _ in range(2 * limit):
-            if not self.excess_E.any():
-                return self.owner_N
-            self._move_along(self._best_path())
-        self._shed(int(self.excess_E.clip(min=0).sum()))
+        while self.excess_E.any():
+            self._move_along(self._best_path(int(self.excess_E.argmax())))
         return self.owner_N
 
     def _shed(self, count: int) -> None:
@@ -175,39 +175,38 @@ class PathRepair:
             self.mover_EE[expert] = tokens[best]
         self.gain_EE[expert, expert] = -np.inf
 
-    def _best_path(self) -> list[int]:
+    def _best_path(self, expert: int) -> list[int]:
         """Return the path of largest total gain from an expert with too many tokens to one with free capacity."""
-        num_experts = self.excess_E.size
-        gain_EE = np.where(
-            self.has_dummy_E[:, None] & ~self.has_dummy_E,
-            np.maximum(self.gain_EE, self.dummy_gain_EE),
-            self.gain_EE,
-        )
-        won_E = np.where(self.excess_E > 0, 0.0, -np.inf)
-        previous_E = np.full(num_experts, -1)
-        changed = np.flatnonzero(self.excess_E > 0)
-        for _ in range(num_experts - 1):  # Bellman-Ford, from the experts to which a better path was found
-            through = won_E[changed, None] + gain_EE[changed]
-            source_E = through.argmax(axis=0)
-            candidate_E = through[source_E, np.arange(num_experts)]
-            better_E = candidate_E > won_E + _EPSILON
-            if not better_E.any():
-                break
-            won_E = np.where(better_E, candidate_E, won_E)
-            previous_E = np.where(better_E, changed[source_E], previous_E)
-            changed = np.flatnonzero(better_E)
-        path = [int(np.where(self.excess_E < 0, won_E, -np.inf).argmax())]
-        while previous_E[path[-1]] >= 0:
+        length_E = np.full(self.excess_E.size, np.inf)
+        length_E[expert] = 0.0
+        previous_E = np.full(self.excess_E.size, -1)
+        open_E = length_E.copy()  # those whose length may still shrink
+        while self.excess_E[nearest := int(open_E.argmin())] >= 0:
+            open_E[nearest] = np.inf
+            # clipped, as rounding, and tokens that were shed, can make a step seem better than the prices allow
+            step_E = self.price_E - self.price_E[nearest] - self._gains(nearest)
+            through_E = length_E[nearest] + np.maximum(step_E, 0)
+            shorter = through_E < length_E
+            length_E[shorter] = open_E[shorter] = through_E[shorter]
+            previous_E[shorter] = nearest
+        self.price_E -= np.minimum(length_E, length_E[nearest])
+        path = [nearest]
+        while path[-1] != expert:
             path.append(int(previous_E[path[-1]]))
-            if path[-1] in path[:-1]:  # a cycle with a gain: only after tokens were shed; follow it alone
-                return path[path.index(path[-1]) :][::-1]
         return path[::-1]
+
+    def _gains(self, expert: int) -> np.ndarray:
+        """Return the largest gain of moving a token, or a dummy, from ``expert`` to every other, (E,)."""
+        gain_E = self.gain_EE[expert]
+        if not self.has_dummy_E[expert]:
+            return gain_E
+        dummy_gain_E = self.dummy_value_E - self.dummy_value_E[expert]
+        return np.where(self.has_dummy_E, gain_E, np.maximum(gain_E, dummy_gain_E))
 
     def _move_along(self, path: list[int]) -> None:
         steps = list(pairwise(path))
         dummy_moves = [
-            self.has_dummy_E[a] and not self.has_dummy_E[b] and self.gain_EE[a, b] < self.dummy_gain_EE[a, b]
-            for a, b in steps
+            self.has_dummy_E[a] and not self.has_dummy_E[b] and self.gain_EE[a, b] < self._gains(a)[b] for a, b in steps
         ]
         for (source, goal), is_dummy in zip(steps, dummy_moves, strict=True):
             if is_dummy:

@@ -43,7 +43,11 @@ def causal_spatial_projection(
 
     Returns:
         (B, n - start, h, c), outputs of positions start .. n-1.
+
+    Raises:
+        UserError: x has not as many heads as the weights.
     """
+    _check_heads(x_Bnhc, weight_hTT)
     given = (x_Bnhc, weight_hTT, bias_hT) if gate_Bmhc is None else (x_Bnhc, weight_hTT, bias_hT, gate_Bmhc)
     if fuse(x_Bnhc.size(1), start, *given):
         out_Bnhc = fused_projection(x_Bnhc, weight_hTT, bias_hT, gate_Bmhc)
@@ -70,9 +74,8 @@ def spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate
     Raises:
         UserError: x has not as many heads as the weights.
     """
+    _check_heads(x_Bnhc, weight_hTT)
     num_seqs, num_tokens, num_heads, width = x_Bnhc.shape
-    if weight_hTT.size(0) != num_heads:  # with one head, the others would be taken for those of other sequences
-        raise UserError(f"x_Bnhc has {num_heads} heads, but weight_hTT has {weight_hTT.size(0)}")
     weight_hnn, bias_hn1 = weight_hTT[:, :num_tokens, :num_tokens], bias_hT[:, :num_tokens, None]
     if num_heads == 1:  # one sequence at a time: nothing is copied
         over_seqs = (num_seqs, -1, -1)
@@ -83,6 +86,11 @@ def spatial_projection(x_Bnhc: Tensor, weight_hTT: Tensor, bias_hT: Tensor, gate
         out_hnBc = torch.baddbmm(bias_hn1, weight_hnn, x_hnBc)
         out_Bnhc = out_hnBc.view(num_heads, num_tokens, num_seqs, width).permute(2, 1, 0, 3)
     return out_Bnhc if gate_Bnhc is None else gate_Bnhc * out_Bnhc
+
+
+def _check_heads(x_Bnhc: Tensor, weight_hTT: Tensor) -> None:
+    if x_Bnhc.size(2) != weight_hTT.size(0):  # with one head, the others would be taken for those of other sequences
+        raise UserError(f"x_Bnhc has {x_Bnhc.size(2)} heads, but weight_hTT has {weight_hTT.size(0)}")
 
 
 def toeplitz_matrices(w_hL: Tensor, num_tokens: int) -> Tensor:

@@ -69,6 +69,14 @@ def test_any_number_of_tokens_is_partitioned(num_experts, kind):
         assert_balanced(balanced_assignment(scores), num_tokens, num_experts)
 
 
+def test_as_many_experts_as_tokens_are_no_matter_of_seconds():
+    scores = make_scores("normal", 512, 512, torch.Generator().manual_seed(1))
+    begin = time.process_time()
+    owner = balanced_assignment(scores)
+    assert time.process_time() - begin < 1.5  # 0.1 s
+    assert scores.gather(1, owner.unsqueeze(1)).sum().item() == pytest.approx(optimum(scores), rel=1e-5)
+
+
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(64, 4), (1024, 8), (66, 4), (3, 4), (64, 1)])
 def test_ties_lose_no_token(num_tokens, num_experts):
     """The cases on which fairseq's solver loses tokens or never returns."""
@@ -195,7 +203,7 @@ def test_equal_scores_cost_little_more_than_others(kind, num_tokens, num_experts
     """Work, not time: prices leave at most two tokens for each expert to be moved by the slow exact way."""
     paths = []
     best_path = PathRepair._best_path
-    monkeypatch.setattr(PathRepair, "_best_path", lambda self: paths.append(best_path(self)) or paths[-1])
+    monkeypatch.setattr(PathRepair, "_best_path", lambda *one: paths.append(best_path(*one)) or paths[-1])
     monkeypatch.setattr(PathRepair, "_shed", lambda self, count: pytest.fail("the repair was cut short"))
     owner = balanced_assignment(with_equals(kind, num_tokens, num_experts))
     assert_balanced(owner, num_tokens, num_experts)

@@ -358,6 +358,8 @@ def test_shapes_that_do_not_belong_together_are_refused():
         token_losses(torch.randn(2, 5, 7), torch.zeros(2, 3, dtype=torch.long))
     with pytest.raises(UserError, match="x_Bnhc has 1 heads, but weight_hTT has 2"):
         spatial_projection(torch.randn(2, 5, 1, 3), torch.randn(2, 6, 6), torch.randn(2, 6))
+    with pytest.raises(UserError, match="x_Bnhc has 1 heads, but weight_hTT has 2"):  # long enough for strips
+        causal_spatial_projection(torch.randn(2, 256, 1, 3), torch.randn(2, 256, 256), torch.randn(2, 256))
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(UserError, match="w_hL has the distances of 3 positions, but 5 are wanted"):
             toeplitz_matrices(torch.randn(2, 5, dtype=dtype), 5)

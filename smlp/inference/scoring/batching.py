@@ -11,9 +11,12 @@ Letters: ``G`` groups of a batch, ``n`` items in a list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import Any
+
+import numpy as np
 
 from smlp.inference.scoring.texts import Candidates
 
@@ -86,14 +89,13 @@ def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: i
         block_tokens: cost of a further beginning or block, in positions.
     """
     order = sorted(range(len(readings)), key=lambda place: (-readings[place].num_shared, -readings[place].longest))
-    shared = [readings[place].num_shared for place in order]
-    again = [len(readings[place].inputs) - 1 for place in order]
+    shared = np.array([readings[place].num_shared for place in order])
+    again = np.array([len(readings[place].inputs) - 1 for place in order])
     longest = [readings[place].longest for place in order]
-    num_again = [0, *accumulate(again)]
-    in_all = [0, *accumulate(more * length for more, length in zip(again, shared, strict=True))]
+    num_again, in_all = _sums(again), _sums(again * shared)
 
-    def read_again(begin: int, end: int) -> int:
-        return in_all[end] - in_all[begin] - shared[end - 1] * (num_again[end] - num_again[begin])
+    def read_again(begins: np.ndarray, end: int) -> np.ndarray:
+        return in_all[end] - in_all[begins] - shared[end - 1] * (num_again[end] - num_again[begins])
 
     def size(begin: int, end: int) -> int:
         # if nothing is read ahead, one pass holds what else would be a batch without end
@@ -111,15 +113,15 @@ def plan_batches(readings: Sequence[Reading], batch_tokens: int, block_tokens: i
 def plan_single_passes(readings: Sequence[Reading], batch_tokens: int, block_tokens: int) -> list[CandidateBatch]:
     """Return batches of one pass each, in which nothing is read ahead; arguments as in :func:`plan_batches`."""
     order = sorted(range(len(readings)), key=lambda place: -readings[place].longest)
-    longest = [readings[place].longest for place in order]
-    num_rows = [0, *accumulate(len(readings[place].inputs) for place in order)]
-    in_all = [0, *accumulate(sum(map(len, readings[place].inputs)) for place in order)]
+    longest = np.array([readings[place].longest for place in order])
+    num_rows = _sums(len(readings[place].inputs) for place in order)
+    in_all = _sums(sum(map(len, readings[place].inputs)) for place in order)
 
-    def padded(begin: int, end: int) -> int:
+    def padded(begin: Any, end: int) -> Any:
         return longest[begin] * (num_rows[end] - num_rows[begin])
 
-    def padding(begin: int, end: int) -> int:
-        return padded(begin, end) - (in_all[end] - in_all[begin])
+    def padding(begins: np.ndarray, end: int) -> np.ndarray:
+        return padded(begins, end) - (in_all[end] - in_all[begins])
 
     batches = []
     for begin, end in partition(len(order), padding, padded, batch_tokens, block_tokens):
@@ -162,17 +164,22 @@ def _blocks(
         for number, inputs in enumerate(readings[members[group]].inputs)
     ]
     rows.sort(key=lambda row: -row[0])
-    lengths = [length for length, _, _ in rows]
-    in_all = [0, *accumulate(lengths)]
+    lengths = np.array([length for length, _, _ in rows])
+    in_all = _sums(lengths)
 
-    def padded(begin: int, end: int) -> int:
+    def padded(begin: Any, end: int) -> Any:
         return lengths[begin] * (end - begin)
 
-    def padding(begin: int, end: int) -> int:
-        return padded(begin, end) - (in_all[end] - in_all[begin])
+    def padding(begins: np.ndarray, end: int) -> np.ndarray:
+        return padded(begins, end) - (in_all[end] - in_all[begins])
 
     parts = partition(len(rows), padding, padded, batch_tokens, block_tokens)
     return [(tuple(row[1:] for row in rows[begin:end]), padded(begin, end)) for begin, end in parts]
+
+
+def _sums(numbers: Iterable[int]) -> np.ndarray:
+    """Return the sums of the first 0, 1, ... of all numbers, (n + 1,)."""
+    return np.cumsum([0, *numbers])
 
 
 def _fill(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
@@ -191,7 +198,7 @@ def _fill(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
 
 def partition(
     count: int,
-    waste: Callable[[int, int], int],
+    waste: Callable[[np.ndarray, int], np.ndarray],
     size: Callable[[int, int], int],
     max_size: int,
     cost_of_part: int,
@@ -200,22 +207,17 @@ def partition(
 
     Args:
         count: n.
-        waste: of a run; it grows with the run.
-        size: of a run; no run of several items is larger than ``max_size``.
+        waste: of runs with these beginnings and one end.
+        size: of a run; it grows with earlier beginnings. No run of several items is larger than ``max_size``.
         max_size, cost_of_part: in the same unit.
     """
-    best, begin_of = [0] + [0] * count, [0] * (count + 1)
+    every_n, best, begin_of = np.arange(count), np.zeros(count + 1, dtype=np.int64), [0] * (count + 1)
     for end in range(1, count + 1):
-        best[end] = best[end - 1] + waste(end - 1, end) + cost_of_part
-        begin_of[end] = end - 1
-        for begin in range(end - 2, -1, -1):
-            wasted = waste(begin, end)
-            # a batch whose padding costs more than another batch is never worthwhile, nor are longer ones
-            if size(begin, end) > max_size or wasted > (end - begin) * cost_of_part:
-                break
-            total = best[begin] + wasted + cost_of_part
-            if total < best[end]:
-                best[end], begin_of[end] = total, begin
+        # all at once: of thousands of short items, as many fit into a run
+        first = bisect_left(range(end - 1), True, key=lambda begin, end=end: size(begin, end) <= max_size)
+        totals = best[first:end] + waste(every_n[first:end], end)
+        place = int(totals.argmin())
+        best[end], begin_of[end] = totals[place] + cost_of_part, first + place
     parts, end = [], count
     while end:
         parts.append((begin_of[end], end))
