@@ -20,6 +20,9 @@ import numpy as np
 
 from smlp.inference.scoring.texts import Candidates
 
+#: positions whose states the rows of a pass may hold, for each one that it may read
+_HELD = 4
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -157,7 +160,7 @@ def _batch(
 def _blocks(
     members: Sequence[int], beginning: Beginning, readings: Sequence[Reading], batch_tokens: int, block_tokens: int
 ) -> list[tuple[tuple[tuple[int, int], ...], int]]:
-    """Return the rows and padded size of the blocks that go on from a beginning."""
+    """Return the rows and size of the blocks that go on from a beginning, whose state each row holds a copy of."""
     rows = [
         (len(inputs) - beginning.num_shared, group, number)
         for group in beginning.groups
@@ -173,8 +176,12 @@ def _blocks(
     def padding(begins: np.ndarray, end: int) -> np.ndarray:
         return padded(begins, end) - (in_all[end] - in_all[begins])
 
-    parts = partition(len(rows), padding, padded, batch_tokens, block_tokens)
-    return [(tuple(row[1:] for row in rows[begin:end]), padded(begin, end)) for begin, end in parts]
+    def size(begin: int, end: int) -> int:
+        held = beginning.num_shared * (end - begin) + padded(begin, end)
+        return max(padded(begin, end), held // _HELD)
+
+    parts = partition(len(rows), padding, size, batch_tokens, block_tokens)
+    return [(tuple(row[1:] for row in rows[begin:end]), size(begin, end)) for begin, end in parts]
 
 
 def _sums(numbers: Iterable[int]) -> np.ndarray:
