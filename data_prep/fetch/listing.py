@@ -98,7 +98,7 @@ def _listed(listing: Listing, options: dict[str, str], folder: Path, patience: P
 
 
 def _paths(text: str, url: str, listing: Listing) -> list[RemoteFile]:
-    return [RemoteFile(urljoin(listing.base or url, line.strip()), "") for line in text.splitlines() if line.strip()]
+    return [RemoteFile(_joined(listing.base or url, line.strip()), "") for line in text.splitlines() if line.strip()]
 
 
 def _checksums(text: str, url: str, listing: Listing) -> list[RemoteFile]:
@@ -109,7 +109,7 @@ def _checksums(text: str, url: str, listing: Listing) -> list[RemoteFile]:
             raise UserError(f"{url} is not a list of {listing.algorithm} checksums: it has the line {line[:80]!r}")
         name = name.strip().removeprefix("*")  # of a file, in which no sign means what it does in an address
         name = name if re.match("https?://", name, re.IGNORECASE) else quote(name, safe="/~!$&'()*+,;=@")
-        place = urljoin(listing.base or url, name)
+        place = _joined(listing.base or url, name)
         files.append(RemoteFile(place, "", None, (listing.algorithm, digest.lower())))
     return files
 
@@ -125,8 +125,9 @@ def _dumpstatus(text: str, url: str, listing: Listing) -> list[RemoteFile]:
             if not (size is None or (type(size) is int and size >= 0)) or (sha1 and not is_checksum(sha1, "sha1")):
                 raise UserError(f"{url}: the job {listing.job!r} has a file of size {size!r} and sha1 {sha1!r}")
         return [
-            RemoteFile(urljoin(url, row["url"]), "", row["size"], ("sha1", row["sha1"]) if row.get("sha1") else None)
+            RemoteFile(place, "", row["size"], ("sha1", row["sha1"]) if row.get("sha1") else None)
             for _, row in sorted(rows.items(), key=lambda item: _numbers_apart(item[0]))
+            for place in [_joined(listing.base or url, row["url"])]
         ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, UserError):
@@ -181,6 +182,13 @@ def _text(url: str, folder: Path, patience: Patience) -> str:
     finally:
         for ending in ("", ".partial", ".partial.json"):  # no other process would resume it
             path.with_name(path.name + ending).unlink(missing_ok=True)
+
+
+def _joined(base: str, address: str) -> str:
+    try:
+        return urljoin(base, address)
+    except ValueError as error:
+        raise UserError(f"{address!r} is not the address of a file: {error}") from None
 
 
 def _base_name(url: str) -> str:

@@ -42,6 +42,7 @@ from data_prep.flow.parts import PART_BYTES, FilePart, find_files, plan_parts, r
 from data_prep.flow.running import Finished, begin, forget, is_done, locked, run_parts
 from data_prep.flow.streams import read_json, sha256_of, write_bytes, write_stream
 from data_prep.flow.workers import PartFailed
+from smlp import __version__
 from smlp.files import plain_name
 
 REQUEST = ".request.json"
@@ -255,7 +256,7 @@ def convert(part: FilePart, out: Path, wanted: Wanted) -> PartResult:
         pieces = hub.rows(Hub(**request["hub"]), request["shard"], request["num_shards"], name, reading)
     else:
         pieces = read(part, reading)
-    key = f"{part.path} {part.start} {part.stop} {part.path.stat().st_mtime_ns} {facts} {reading}"
+    key = f"{__version__} {part.path} {part.start} {part.stop} {part.path.stat().st_mtime_ns} {facts} {reading}"
     suffix = COMPRESSIONS[wanted.compression]
     writer = Writer(out, part.name, key, suffix, wanted.file_bytes, wanted.limit_documents)
     result = writer.write(iter(pieces))

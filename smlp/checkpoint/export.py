@@ -149,8 +149,8 @@ def is_export(content: Any) -> bool:
     return isinstance(content, Mapping) and FORMAT_KEY in content
 
 
-def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state of a checkpoint without optimizer, and the files, from the content of an export.
+def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the state of a checkpoint without optimizer, the files and the settings, from the content of an export.
 
     Raises:
         UserError: it was written by a newer version, is damaged, has an unknown setting or two values of one, or holds
@@ -181,7 +181,7 @@ def read_export(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str,
             raise UserError(f"{path} holds the file {name!r}: an export has {', '.join(_TEXT_FILES)} only")
         if not isinstance(tensor, LazyTensor) or tensor.dtype != torch.uint8:
             raise UserError(f"{path} is a damaged export: {name} in it is not a file")
-    return new_state(cfg, model, [history]), files
+    return new_state(cfg, model, [history]), files, settings
 
 
 def new_state(cfg: Mapping[str, Any], model: Mapping[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def new_history(cfg: Mapping[str, Any], num_updates: int) -> dict[str, Any]:
     }
 
 
-def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_safetensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return the same as :func:`read_export` from a ``.safetensors`` file, with lazy tensors.
 
     The library only checks the file, because the mapped pages of all slices that it reads would stay resident.

@@ -16,6 +16,7 @@ from smlp.checkpoint.lazy import LazyTensor, is_finite
 from smlp.checkpoint.parts import attach
 from smlp.checkpoint.torch_file import existing_file, is_verifying, read_structure
 from smlp.config import ModelConfig
+from smlp.config.presets import FROM_TASK
 from smlp.errors import UserError
 from smlp.files import is_safetensors
 from smlp.moe.experts import expert_parameters
@@ -103,18 +104,25 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises:
         UserError: a file is missing, truncated or of another checkpoint, or it holds another kind of model.
     """
-    path, files = existing_file(path), None
+    path, files, settings = existing_file(path), None, None
     if is_safetensors(path):
-        state, files = read_safetensors(path)
+        state, files, settings = read_safetensors(path)
     else:
         state = read_structure(path)
         if is_export(state):
-            state, files = read_export(state, path)
+            state, files, settings = read_export(state, path)
     check_is_ours(state, path)
     for problem in progress_problems(state, path):
-        raise UserError(problem)
+        raise UserError(problem if files is None else problem.replace("optimizer_history.", ""))
     if files is not None:
-        return Checkpoint(path, state, config_of(state, path), files=files, is_export=True)
+        config = config_of(state, path)
+        for name in FROM_TASK:  # for readers of the export that know no fairseq
+            if settings.get(name) != getattr(config, name):
+                raise UserError(
+                    f"{path} is a damaged export: {name} is {settings.get(name)!r} in its settings, but "
+                    f"{getattr(config, name)} follows from its cfg and its weights"
+                )
+        return Checkpoint(path, state, config, files=files, is_export=True)
     reader = attach(state, path, compare=False)
     for part in reader.index.parts if reader else ():
         reader.open(part)

@@ -13,7 +13,7 @@ from running import REPOSITORY
 
 from data_prep.fetch import wanted
 from data_prep.fetch.download import Patience, RemoteFile, from_json
-from data_prep.fetch.listing import KEPT, _checksums, _dumpstatus, kept_files, list_files, months, named
+from data_prep.fetch.listing import KEPT, _checksums, _dumpstatus, _paths, kept_files, list_files, months, named
 from data_prep.fetch.source import Listing, Source, built_in, read_source
 from data_prep.flow.streams import compression_of
 from smlp.errors import UserError
@@ -236,6 +236,12 @@ def test_lists_that_cannot_be_right_are_named(tmp_path):
         ].name == f"{name}.txt".removeprefix("dir/")
     with pytest.raises(UserError, match="http://x/list is not a list of sha256 checksums: it has the line 'aaa"):
         _checksums(f"{'a' * 32}  b.gz\n", listing.url, listing)
+    text = json.dumps({"jobs": {"j": {"status": "done", "files": {"a": {"size": 1, "url": "/w/a", "sha1": None}}}}})
+    (file,) = _dumpstatus(text, listing.url, replace(listing, job="j", base="http://mirror/"))
+    assert file.url == "http://mirror/w/a"
+    for reader, line in ((_paths, "http://[abc/x"), (_checksums, f"{'a' * 64}  http://[abc/x"), (_dumpstatus, text)):
+        with pytest.raises(UserError, match=r"'http://\[abc/x' is not the address of a file: Invalid IPv6 URL"):
+            reader(line.replace("/w/a", "http://[abc/x"), listing.url, replace(listing, job="j"))
     for size, sha1 in (("19", "a" * 40), (-1, "a" * 40), (19, "a" * 39), (19, 5)):
         files = {"a": {"size": size, "url": "/a", "sha1": sha1}}
         text = json.dumps({"jobs": {"j": {"status": "done", "files": files}}})

@@ -332,7 +332,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
         ({"ffn_dim": 64}, "does not fit its configuration"),
         ({"router": "none"}, "router must be one of"),
         ({"router": None}, "config.json is damaged: router is null"),
-        ({"num_updates": 10**400}, "config.json is damaged: optimizer_history.num_updates is 1"),
+        ({"num_updates": 10**400}, "config.json is damaged: num_updates is 1"),
         ({"num_updates": 5 * 10**9}, "num_updates is 5000000000, but must be a whole number from 0 to 2147483648"),
         ({"capacity_factor": 10**400}, "capacity_factor is a number of 1,329 bits, too large for a float"),
         ({"gmlp_attention_dim": 10**30}, "gmlp_attention_dim must be at most 2,147,483,647"),
