@@ -54,7 +54,14 @@ set_option() {
     --tasks-per-node | --ntasks-per-node) TASKS_PER_NODE="$2" ;;
     --sweep) SWEEP="$2" ;;
     --logs) LOGS="$2" ;;
-    *) SBATCH_OPTIONS+=("$1=$2") ;;
+    *)
+        local whole
+        for whole in --array --cpus-per-task --dependency --export --gres --job-name --ntasks-per-node; do
+            # sbatch takes the beginning of a name for it
+            [[ "$whole" != "$1"?* ]] || fail "unknown option '$1': write $whole out"
+        done
+        SBATCH_OPTIONS+=("$1=$2")
+        ;;
     esac
 }
 

@@ -179,6 +179,8 @@ SIZE = ["--nodes", "1", "--gpus-per-node", "8"]
         (["--nodes", "--", "data"], "--nodes needs a value"),
         ([*SIZE, "--tasks-per-node", "2", "--", "data"], "8 ranks on each node, and --tasks-per-node says 2"),
         ([*SIZE, "-p", "gpu", "--", "data"], "unknown option '-p': write options of sbatch as --OPTION=VALUE"),
+        ([*SIZE, "--arra=1-3", "--", "data"], "unknown option '--arra': write --array out"),
+        ([*SIZE, "--depend=afterok:5", "--", "data"], "unknown option '--depend': write --dependency out"),
         ([*SIZE, "--", "nowhere", "--arch", "smlp"], "there is no dict.txt in 'nowhere'"),
         ([*SIZE, "--", "data:nowhere", "--arch", "smlp"], "there is no folder 'nowhere' with data"),
         ([*SIZE, "--", "data", "--arch", "smlp", "--dry-run"], "with --dry-run, smlp train trains nothing"),
