@@ -247,7 +247,11 @@ def _fetch_one(wanted: Wanted) -> int:
         return 1
     if outcome.manifest is None:
         return ending.waiting(outcome.finished, name)
-    return ending.finished(outcome.manifest, _shown(f"{wanted.source.title}; licence: {wanted.source.licence}"))
+    status = ending.finished(outcome.manifest, _shown(f"{wanted.source.title}; licence: {wanted.source.licence}"))
+    if status == 0 and not outcome.manifest["counts"]["kept"]:
+        print(f"smlp: error: {one_line(name)}: there is no document in it", file=sys.stderr)
+        return 1
+    return status
 
 
 def print_list(sources: Sequence[Source], json_file: str | None) -> int:

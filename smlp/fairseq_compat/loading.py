@@ -133,6 +133,12 @@ def apply() -> None:
         resumed = resume(cfg, trainer, **kw)
         if resumed[0] is not None:
             leave_if_done(trainer)
+        lowest, rate = trainer.cfg.optimization.stop_min_lr, trainer.get_lr()
+        if rate <= lowest and trainer.get_num_updates() == 0:  # fairseq would say that it is done
+            raise UserError(
+                f"--stop-min-lr {lowest} ends the training before its first update, whose learning rate is {rate}: "
+                "lower it, or begin with a higher rate (such as with --warmup-init-lr)"
+            )
         return resumed
 
 

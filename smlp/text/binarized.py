@@ -194,7 +194,10 @@ def read_fairseq_tokens(path_prefix: str | Path) -> BinarizedTokens:
     """
     files = open_tokens(path_prefix)
     check_recorded(path_prefix)
-    return BinarizedTokens(np.fromfile(files.data_path, files.dtype).astype(np.int64), files.lengths.copy())
+    tokens = np.fromfile(files.data_path, files.dtype)
+    if (highest := int(tokens.max(initial=0))) > np.iinfo(np.int64).max:
+        raise UserError(f"{files.data_path} is damaged: it holds the id {highest}")
+    return BinarizedTokens(tokens.astype(np.int64), files.lengths.copy())
 
 
 def count_tokens(path_prefix: str | Path, vocab_size: int) -> np.ndarray:

@@ -105,6 +105,14 @@ def test_wikipedia_from_the_list_to_documents(server, wiki, tmp_path, capsys):
     assert len(server.requests) == before and read_manifest(out / "wiki") == manifest
 
 
+def test_a_source_without_any_document_is_no_success(server, tmp_path, capsys):
+    """Such as a page that asks to log in, with status 200."""
+    server.files["w/dump.xml"] = b"<html><body>Please log in</body></html>"
+    body = f'format = "wikipedia"\n[[files]]\nurl = "{server.address}/w/dump.xml"\n'
+    assert run(source_file(tmp_path, "w", body), "--out", tmp_path / "out", *QUICK) == 1
+    assert "smlp: error: w: there is no document in it" in capsys.readouterr().err
+
+
 def test_a_date_that_is_not_finished_and_a_job_that_is_not_there(server, wiki, tmp_path, capsys):
     assert run(wiki, "--set", "date=20260201", "--out", tmp_path / "out", *QUICK) == 1
     assert "the job 'articles' is not finished there, its status is 'in-progress'" in capsys.readouterr().err

@@ -494,6 +494,10 @@ def test_a_report_takes_the_place_of_nothing_but_a_report(out, capsys):
     for _ in range(2):  # a report of ours is written again
         assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 0
     assert mine.read_text().startswith("# A made-up experiment\n")
+    report = json.loads(mine.with_suffix(".json").read_text())
+    mine.with_suffix(".json").write_text(json.dumps({**report, "experiment": "another"}))
+    assert main(["compare", "report", str(out), "--to", str(out / "there")]) == 1
+    assert "there has a report.md of something else" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -175,6 +175,12 @@ BAD_INPUT: dict[str, tuple[str, list[str], str | None, list[str]]] = {
         None,
         ["a batch of 5 tokens has no room for the longest sample, which has 32: raise --max-tokens"],
     ),
+    "a first rate below the last": (
+        "train",
+        [*TRAIN, "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "4", "--stop-min-lr", "1e-9"],
+        None,
+        ["--stop-min-lr 1e-09 ends the training before its first update, whose learning rate is 0.0"],
+    ),
     "another target": (
         "train",
         [*TRAIN, "--past-target"],

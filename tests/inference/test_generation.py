@@ -109,6 +109,15 @@ def test_frequencies_follow_the_distribution():
     assert (counts / 4000 - probabilities).abs().max() < 0.03
 
 
+def test_whole_numbers_of_any_size_are_settings():
+    """torch takes none of more than 64 bits."""
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    generator = torch.Generator().manual_seed(0)
+    assert choose(logits, Sampling(temperature=10**20), [generator])[0] in (0, 1, 2)
+    penalise(logits[0], [0], 10**20)
+    assert logits.argmax() == 1
+
+
 def test_rows_are_drawn_apart_and_never_beyond_the_last_token():
     generators = [torch.Generator().manual_seed(seed) for seed in (1, 2, 1)]
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))

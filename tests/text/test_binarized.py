@@ -20,7 +20,7 @@ from smlp.errors import UserError
 from smlp.fairseq_compat import data
 from smlp.fairseq_compat.data import check_ids, check_split
 from smlp.fairseq_compat.trainer import SparseTrainer
-from smlp.text.binarized import BinarizedTokens, check_older, open_tokens, read_fairseq_tokens
+from smlp.text.binarized import TOKEN_TYPES, BinarizedTokens, check_older, open_tokens, read_fairseq_tokens
 
 SENTENCES = [[5, 6, 2], [2], [7, 8, 9, 10, 2]]
 
@@ -39,6 +39,16 @@ def test_reads_what_fairseq_writes(tmp_path, dtype):
     assert read.tokens.dtype == np.int64
     assert read.tokens.tolist() == [token for sentence in SENTENCES for token in sentence]
     assert read.lengths.tolist() == [3, 1, 5]
+
+
+def test_an_id_of_more_than_63_bits_is_named(tmp_path):
+    prefix = write(tmp_path / "train", np.int64)
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    code = next(code for code, kind in TOKEN_TYPES.items() if np.dtype(kind) == np.uint64)
+    index.write_bytes(index.read_bytes().replace(bytes([5]), bytes([code]), 1))
+    data.write_bytes(np.array([2**63 + 5, *range(8)], np.uint64).tobytes())
+    with pytest.raises(UserError, match=r"train\.bin is damaged: it holds the id 9223372036854775813"):
+        read_fairseq_tokens(prefix)
 
 
 @pytest.mark.parametrize("suffix", ["idx", "bin"])

@@ -12,6 +12,8 @@ from running import REPOSITORY
 
 from data_prep.images import fetch
 from smlp.cli.main import main
+from smlp.errors import UserError
+from smlp.vision.compare import check_equal_flops
 
 EXAMPLES = REPOSITORY / "examples" / "vision"
 TINY = """
@@ -158,6 +160,8 @@ def test_a_mixer_whose_resolution_is_changed_is_counted_with_its_wider_network(d
         assert run(path, tmp_path / "b", "--dry-run") == 1
         said.append(capsys.readouterr().err)
     assert said[0] != said[1] == said[2] and "they may differ by 3%" in said[2]
+    with pytest.raises(UserError, match="an image costs 1,029 FLOPs in b and 971 in c: they may differ by 3%"):
+        check_equal_flops({"a": {"flops": 1000}, "b": {"flops": 1029}, "c": {"flops": 971}})
 
 
 def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, in_process, capsys):

@@ -47,7 +47,8 @@ def write_report(results: Results, to: Path | None = None, baselines: Sequence[s
     tables = all_tables(results, baselines)
     is_own, to = to is None, to or results.folder / "report"
     before = _earlier(to / "report.json")
-    if not is_own and not before:
+    is_other = before.get("experiment", results.settings.get("name")) != results.settings.get("name")
+    if not is_own and (not before or is_other):
         check_no_other(to, ("report.md", "report.json", TABLES, FOLDER), "--to")
     try:
         (to / TABLES).mkdir(parents=True, exist_ok=True)

@@ -250,6 +250,7 @@ def check_numbers(scores_R: Tensor) -> None:
 
 def penalise(logits_V: Tensor, tokens: Sequence[int], penalty: float) -> None:
     """Make ids that occur in ``tokens`` less likely, in place: see :attr:`Sampling.repetition_penalty`."""
+    penalty = float(penalty)  # torch takes no whole numbers of more than 64 bits
     seen = torch.tensor(sorted(set(tokens)), device=logits_V.device)
     before = logits_V[seen]
     logits_V[seen] = torch.where(before > 0, before / penalty, before * penalty)
@@ -262,7 +263,7 @@ def choose(logits_RV: Tensor, sampling: Sampling, streams: Sequence[torch.Genera
     """
     if sampling.temperature == 0:
         return logits_RV.argmax(dim=1).tolist()
-    logits_RV = logits_RV.double() / sampling.temperature  # both penalty and temperature may be extreme
+    logits_RV = logits_RV.double() / float(sampling.temperature)  # both penalty and temperature may be extreme
     if 0 < sampling.top_k < logits_RV.size(1):
         threshold_R1 = logits_RV.topk(sampling.top_k, dim=1).values[:, -1:]
         logits_RV = logits_RV.masked_fill(logits_RV < threshold_R1, -torch.inf)
