@@ -41,7 +41,8 @@ def progress_problems(state: Any, path: str | Path) -> list[str]:
             problems.append(f"{path} is damaged: {shown} is {value!r:.60}, {expected}")
     moments = _at(state, ("last_optimizer_state", "state"))
     by_parameter = isinstance(moments, Mapping) and all(
-        type(number) is int and isinstance(value, Mapping) for number, value in moments.items()
+        type(number) is int and isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+        for number, value in moments.items()
     )
     if moments is not _ABSENT and not by_parameter:
         problems.append(f"{path} is damaged: its optimizer state is not stored by parameter")
@@ -147,6 +148,7 @@ PLATEAU = "smlp_plateau"
 _PROGRESS: tuple[tuple[tuple[str | int, ...], Callable[[Any], bool], str], ...] = (
     (("optimizer_history",), lambda value: not value or isinstance(value, list), "not a list"),
     (("extra_state",), *_MAPPING),
+    (("criterion",), *_MAPPING),
     (("extra_state", "train_iterator"), lambda value: isinstance(value, Mapping), "not a dictionary"),
     (("extra_state", "metrics"), *_MAPPING),
     (("extra_state", "dictionary"), *_MAPPING),

@@ -166,12 +166,18 @@ def submit_scores(experiment: Experiment, folder: Folder, after: str | None = No
     if after is not None:
         number, cluster = _parts(after)
         options += [f"--dependency=afterany:{number}", *_on(cluster)]
-    options += ["--gres=gpu:1"] if resources.gpus_per_node else ["--gres=none"]
+    options += [f"--gres={_gpu(resources.sbatch)}" if resources.gpus_per_node else "--gres=none"]
     scripts = scripts_folder()
     command = ["sbatch", "--parsable", *options, str(scripts / "score.sbatch")]
     environment = {"SMLP_ROOT": str(scripts.parents[1])}
     number = rf"^(?:Submitted batch job )?({_JOB})(?:;.*)?\s*$"
     return _named(_submitted(folder, [*command, str(folder.yaml), str(folder.path)], number, environment))
+
+
+def _gpu(sbatch: Sequence[str]) -> str:
+    """Return one GPU as a generic resource, of the type that the jobs of the training ask for, if they name one."""
+    types = [re.match(r"--gres=(?:.*,)?gpu:([^:,()]*[^\d:,()][^:,()]*)", option) for option in sbatch]
+    return next((f"gpu:{found[1]}:1" for found in reversed(types) if found), "gpu:1")
 
 
 def _jobs(path: Path) -> list[str]:

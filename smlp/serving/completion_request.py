@@ -157,6 +157,12 @@ class RequestReader:
 
     def _asked(self, prompt: str | list[int], limits: Limits | None, fill: int | None) -> RequestedPrompt:
         if isinstance(prompt, str):
+            if (num_breaks := prompt.count("\n")) >= self.config.max_tokens:  # each line would be encoded by itself
+                raise RequestError(
+                    "prompt",
+                    f"the prompt has {num_breaks} line breaks, each of them a token, and the model's context has "
+                    f"{self.config.max_tokens}: give a shorter one",
+                )
             text, ids = prompt, _with_name("prompt", lambda: self.tokenizer.encode_lines(prompt))
         else:
             text, ids = _with_name("prompt", lambda: self.tokenizer.decode(prompt)), prompt

@@ -362,6 +362,11 @@ def test_moments_of_two_kinds_without_axes_are_no_error() -> None:
         (lambda s: s["extra_state"].update(train_iterator=[1]), ["train_iterator is [1], not a dictionary"]),
         (lambda s: s["optimizer_history"][-1].update(num_updates="six"), ["num_updates is 'six'"]),
         (lambda s: s["optimizer_history"][-1].update(num_updates=-1), ["num_updates is -1"]),
+        (lambda s: s.update(criterion=2**40), ["criterion is 1099511627776, not a dictionary"]),
+        (
+            lambda s: s["last_optimizer_state"]["state"][0].update({1: 2}),
+            ["optimizer state is not stored by parameter"],
+        ),
         (lambda s: s.update(optimizer_history="x"), ["optimizer_history is 'x', not a list"]),
         (lambda s: s.update(optimizer_history=["x"]), ["optimizer_history is 'x', not a dictionary"]),
         (lambda s: s.update(last_optimizer_state="x"), ["last_optimizer_state is 'x'"]),

@@ -516,6 +516,21 @@ def test_jobs_that_come_to_nothing_are_submitted_again_but_not_for_ever(planned,
     assert "two jobs failed to train it" in folder.run("tune/b-0.002").state()["message"]
 
 
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ((), "gpu:1"),
+        (("--gres=gpu:2",), "gpu:1"),
+        (("--gres=gpu:a100:2", "--time=9"), "gpu:a100:1"),
+        (("--gres=shard:1,gpu:a100",), "gpu:a100:1"),
+        (("--gres=gpu:a100:8", "--gres=gpu:h100:2(S:0)"), "gpu:h100:1"),
+    ],
+)
+def test_scores_take_a_gpu_of_the_type_of_the_training(given, asked):
+    """Where a cluster wants a type, it refuses a job without one."""
+    assert slurm._gpu(given) == asked
+
+
 def test_a_grid_with_a_run_that_is_given_up_has_chosen(planned):
     """For a dry run, too, and it does not count that run among those to do."""
     experiment, models, folder = planned(CLUSTER)

@@ -213,6 +213,7 @@ REFUSED = {
     "padding in a text": ({"prompt": "w1 <pad> w2"}, "prompt", "prompt holds the id of padding, 1"),
     "a bool": ({"prompt": [5, True, 99]}, "prompt", "must hold ids, got True"),
     "unknown id": ({"prompt": [99]}, "prompt", "from 0 to 39, got 99"),
+    "too many lines": ({"prompt": "\n" * 16}, "prompt", "the prompt has 16 line breaks, each of them a token, and"),
     "too long": ({"prompt": "w1 " * 16}, "prompt", "17 tokens (start symbol included), and the model's context has 16"),
     "surrogate": ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
     "many prompts": ({"prompt": [[99]] * 10}, "prompt", "10 prompts: at most 9 in a request"),
