@@ -116,7 +116,7 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     if len(todo) < len(runs):
         print(f"{len(runs) - len(todo)} of {len(runs)} runs are done already")
     if given_up := [run for run in todo if run.tuning and is_given_up(folder.run(run.folder))]:
-        print(f"given up, as two jobs brought them no further: {', '.join(run.folder for run in given_up)}")
+        print(f"not trained again: {', '.join(run.folder for run in given_up)}")
         todo = [run for run in todo if run not in given_up]
     held_out = held_out_tokens(found, experiment.evaluation.subsets) if found else 0
     _print_cost(experiment, todo, estimate(experiment, models, todo, machine.threads if machine else None, held_out))

@@ -53,10 +53,19 @@ def reached(log: Path) -> Reached:
     return Reached(updates, train, valid.get("valid", next(iter(valid.values()), None)), pace)
 
 
+def has_diverged(run: RunFolder) -> bool:
+    """Return whether a run of the grid has no value for good, as a rate that is too high may have none."""
+    state = run.state()
+    return state["state"] == FAILED and "has diverged" in (state["message"] or "")
+
+
 def is_given_up(run: RunFolder) -> bool:
-    """Return whether two jobs in a row have brought a run of the grid no further; none of its jobs is in the queue."""
+    """Return whether no job is to train a run of the grid: it has diverged, or two in a row brought it no further.
+
+    None of its jobs is in the queue.
+    """
     before = run.state().get("submitted", [])  # updates at each submission
-    return len(before) >= 2 and reached(run.log).updates <= before[-2]
+    return has_diverged(run) or (len(before) >= 2 and reached(run.log).updates <= before[-2])
 
 
 def _last_lines(path: Path) -> list[str]:

@@ -28,7 +28,7 @@ from smlp.experiments.plan import (
     tuning_runs,
 )
 from smlp.experiments.processes import stopped_by
-from smlp.experiments.progress import Progress, is_given_up, reached
+from smlp.experiments.progress import Progress, has_diverged, is_given_up, reached
 from smlp.experiments.reading import settings_of
 from smlp.experiments.spec import Experiment, path_word
 from smlp.experiments.tuning import at_edge, check_runs, choose
@@ -69,8 +69,9 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
             tuning = []
         stopped, chosen = None, {}
         if tuning:
-            _note_environment(experiment, folder, tuning, machine)
-            stopped = _train(experiment, folder, data, models, tuning, machine)
+            left = [run for run in tuning if not has_diverged(folder.run(run.folder))]
+            _note_environment(experiment, folder, left, machine)
+            stopped = _train(experiment, folder, data, models, left, machine)
             states = {run.folder: folder.run(run.folder).state()["state"] for run in tuning}
             missing = [name for name, state in states.items() if state not in (DONE, FAILED)]
             if stopped is None and missing:  # a signal has stopped them alone
@@ -215,7 +216,8 @@ def _is_over(folder: Folder, run: PlannedRun) -> bool:
         return True
     if not is_given_up(own):
         return False
-    own.update_state(state=FAILED, message=f"{_TWO_JOBS}: see {folder.path / 'slurm' / 'logs'}")
+    if not has_diverged(own):
+        own.update_state(state=FAILED, message=f"{_TWO_JOBS}: see {folder.path / 'slurm' / 'logs'}")
     return True
 
 

@@ -131,6 +131,11 @@ def test_a_run_of_the_grid_that_ends_badly_and_its_retry(planned, monkeypatch, c
     if state == FAILED:  # a rate that is too high is no failure
         assert experiment_run.run_experiment(experiment, folder) == 0
         assert "failed: tune/b-0.002: train failed: it has diverged" in capsys.readouterr().out
+        (name,), bad[:] = bad, []  # nor is it trained again
+        assert experiment_run.run_experiment(experiment, folder) == 0
+        assert "failed: tune/b-0.002: train failed: it has diverged" in capsys.readouterr().out
+        bad.append(name)
+        folder.run(name).update_state(message="of another kind")
     said[0] = "train failed"
     assert experiment_run.run_experiment(experiment, folder) == 1
     printed = capsys.readouterr().out
@@ -541,8 +546,13 @@ def test_a_grid_with_a_run_that_is_given_up_has_chosen(planned):
             log(own, run.updates, valid=3.0)
             own.update_state(state=DONE, trained=True)
         else:
-            own.update_state(state=FAILED, submitted=[0, 0], message="two jobs failed to train it")
-            assert progress.is_given_up(own)
+            why = (
+                {"submitted": [0, 0], "message": "two jobs failed"}
+                if "/a-" in run.folder
+                else {"message": "has diverged"}
+            )
+            own.update_state(state=FAILED, **why)
+            assert progress.is_given_up(own) and progress.has_diverged(own) == ("/b-" in run.folder)
     assert chosen_so_far(experiment, models, folder) == {"a": 0.002, "b": 0.002}
     own.update_state(state="waiting")
     assert chosen_so_far(experiment, models, folder) == {}

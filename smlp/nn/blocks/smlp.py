@@ -67,7 +67,7 @@ class FeatureSublayer(nn.Module):
         own, width = config.own("smlp"), config.embed_dim
         self.feature_moe = feature_moe(config, layer_index, ranks)
         self.projection = nn.ModuleList(_projection(width, own.projection_dim))
-        self.scale = nn.Parameter(torch.full((width,), own.feature_scale)) if own.feature_scale else None
+        self.scale = nn.Parameter(torch.full((width,), float(own.feature_scale))) if own.feature_scale else None
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BnH: Tensor, context: ForwardContext) -> Tensor:
