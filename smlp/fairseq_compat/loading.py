@@ -123,6 +123,7 @@ def apply() -> None:
     @replacing(checkpoint_utils, "load_checkpoint")
     def load_checkpoint(resume: Any, cfg: Any, trainer: Any, **kw: Any) -> Any:
         forget_validations()
+        _suffix.set(trainer.checkpoint_suffix)
         path = check_restore_file(cfg, trainer)
         data = getattr(trainer.cfg.task, "data", None)
         if path is not None and data:
@@ -144,6 +145,8 @@ def apply() -> None:
 
 #: whether the optimizer's state of the checkpoint that is loaded will be used
 _reads_moments: contextvars.ContextVar[bool] = contextvars.ContextVar("reads_moments", default=False)
+#: --checkpoint-suffix of the training of this process
+_suffix: contextvars.ContextVar[str] = contextvars.ContextVar("suffix", default="")
 
 
 @contextlib.contextmanager
@@ -484,9 +487,11 @@ def damaged(path: str, error: BaseException) -> str:
 
 def remedy_for(path: str | Path) -> str:
     """Return what to do about a checkpoint that cannot be read."""
-    newest = newest_loadable(Path(path), compare=True)
+    suffix = _suffix.get()
+    newest = newest_loadable(Path(path), compare=True, suffix=suffix)
     if newest is not None:
-        return f"{newest} can be loaded instead (--restore-file to train on, --path to evaluate)"
+        named = f" {without_suffix(newest, suffix)}" if suffix else ""
+        return f"{newest} can be loaded instead (--restore-file{named} to train on, --path to evaluate)"
     return f"no other checkpoint*.pt in {Path(path).parent} can be loaded"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from smlp.errors import UserError
 from smlp.text.tokenizer_files import DICTIONARY, Vocabulary, find_tokenizer
-from smlp.text.tokenizer_kinds import kind_of
+from smlp.text.tokenizer_kinds import STRETCH, batches_of_text, kind_of
 
 #: replacement of a line break: ``</s>``, or a space
 NEWLINES = ("eos", "space")
@@ -53,9 +53,15 @@ class Tokenizer:
 
     def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode many lines; return all ids joined, (N,) int64, and the number of ids of each line, (L,) int64."""
-        for line in lines:
-            check_characters(line)
-        return self._kind.encode_batch(lines)
+        # in blocks: the libraries make a list for each line, which a document may have millions of
+        ids, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for block in batches_of_text(lines, STRETCH):
+            for line in block:
+                check_characters(line)
+            ids_N, lengths_L = self._kind.encode_batch(block)
+            ids.append(ids_N)
+            lengths.append(lengths_L)
+        return np.concatenate(ids), np.concatenate(lengths)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
         """Return the ids of a text, and the characters that each comes from: (N, 2) int32.

@@ -25,7 +25,7 @@ from smlp.text.tokenizer_files import (
 )
 
 WORD_START = "\u2581"
-STRETCH = 1 << 19  # characters that byte-level BPE encodes at a time
+STRETCH = 1 << 19  # characters, with a line break for each line, that are encoded at a time
 _BEFORE_WORD = re.compile(r"\S \S")
 
 
@@ -235,12 +235,12 @@ def _stretches(line: str) -> list[str]:
 
 
 def batches_of_text(texts: Iterable[str], num_characters: int) -> Iterator[list[str]]:
-    """Yield texts in lists of about ``num_characters``."""
+    """Yield texts in lists of about ``num_characters``, of which each has one more than its own."""
     batch: list[str] = []
     size = 0
     for text in texts:
         batch.append(text)
-        size += len(text)
+        size += len(text) + 1
         if size >= num_characters:
             yield batch
             batch, size = [], 0

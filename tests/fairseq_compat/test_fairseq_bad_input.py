@@ -624,6 +624,10 @@ def test_a_suffix_is_a_part_of_names(tmp_path: Path, monkeypatch, caplog) -> Non
     cfg.no_last_checkpoints = False
     check_restore_file(cfg, SimpleNamespace(checkpoint_suffix="_a"))
     assert f"To continue, use --restore-file {tmp_path}/checkpoint_1_3.pt" in caplog.text
+    token = loading._suffix.set("_a")
+    said = loading.remedy_for(tmp_path / "checkpoint_last_a.pt")
+    loading._suffix.reset(token)
+    assert said.startswith(f"{path} can be loaded instead (--restore-file {tmp_path}/checkpoint_1_3.pt to train on")
 
     (tmp_path / "data").mkdir()
     symbols = (tmp_path / "dict.txt").read_text().splitlines()
