@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -74,6 +75,11 @@ class _Partial:
     """The downloaded bytes of a file, and the version that the server gave for them."""
 
     path: Path
+
+    def __post_init__(self) -> None:
+        for path in (self.path, self._memo):  # a link, to whose file the bytes would go, or a pipe that blocks
+            if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+                path.unlink()
 
     @property
     def size(self) -> int:

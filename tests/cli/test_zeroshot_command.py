@@ -285,6 +285,13 @@ def test_records_on_standard_output_are_nothing_else(model, data, tmp_path, caps
     assert not list(tmp_path.iterdir())
 
 
+def test_scores_are_not_kept_through_a_link(tmp_path):
+    (tmp_path / "y.partial").symlink_to(tmp_path / "of somebody else")
+    with pytest.raises(UserError, match=r"y\.partial is a link, through which no scores are kept: remove it"):
+        PartialScores(tmp_path / "y.partial", {}, Team())
+    assert not (tmp_path / "of somebody else").exists()
+
+
 def test_a_full_disk_leaves_whole_lines_of_scores(tmp_path):
     """As a full disk does, the limit lets a part of a line in; what is kept is read again."""
     path, limits = tmp_path / "partial", resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -47,6 +47,16 @@ def test_a_cut_connection_is_resumed_where_it_broke_off(server, tmp_path):
     assert server.asked("a.bin") == ["", "bytes=100000-"]
 
 
+@pytest.mark.parametrize("ending", [".partial", ".partial.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_nothing_is_written_through_a_link_or_a_pipe(server, tmp_path, ending, kind):
+    victim, planted = tmp_path / "victim", tmp_path / f"a.bin{ending}"
+    victim.write_bytes(b"of somebody else")
+    planted.symlink_to(victim) if kind == "link" else os.mkfifo(planted)
+    assert get(server, tmp_path) == CONTENT
+    assert victim.read_bytes() == b"of somebody else" and names(tmp_path) == ["a.bin", "victim"]
+
+
 def test_another_call_goes_on_where_the_first_gave_up(server, tmp_path):
     server.faults["a.bin"] = cut_after(100_000)  # on every request, whatever the range
     with pytest.raises(

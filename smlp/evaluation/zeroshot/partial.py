@@ -133,6 +133,8 @@ class PartialScores:
 
 def _read(path: Path, pins: dict[str, Any]) -> dict[tuple[str, str], Batches]:
     """Return the batches in a file, which is made if it is not there."""
+    if path.is_symlink():
+        raise UserError(f"{path} is a link, through which no scores are kept: remove it")
     try:
         content = files.read_bytes(path) if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]  # the last line may be truncated
