@@ -70,10 +70,10 @@ def test_any_number_of_tokens_is_partitioned(num_experts, kind):
 
 
 def test_as_many_experts_as_tokens_are_no_matter_of_seconds():
-    scores = make_scores("normal", 512, 512, torch.Generator().manual_seed(1))
+    scores = make_scores("normal", 768, 768, torch.Generator().manual_seed(1))
     begin = time.process_time()
     owner = balanced_assignment(scores)
-    assert time.process_time() - begin < 1.5  # 0.1 s
+    assert time.process_time() - begin < 1  # 0.05 s, and 2 s by Bellman-Ford
     assert scores.gather(1, owner.unsqueeze(1)).sum().item() == pytest.approx(optimum(scores), rel=1e-5)
 
 
