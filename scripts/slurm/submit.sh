@@ -58,7 +58,7 @@ set_option() {
         local whole
         for whole in --array --cpus-per-task --dependency --export --gres --job-name --ntasks-per-node; do
             # sbatch takes the beginning of a name for it
-            [[ "$whole" != "$1"?* ]] || fail "unknown option '$1': write $whole out"
+            [[ "$1" == --ntasks || "$whole" != "$1"?* ]] || fail "unknown option '$1': write $whole out"
         done
         SBATCH_OPTIONS+=("$1=$2")
         ;;

@@ -193,6 +193,7 @@ def _kept_scores(
 ) -> PartialScores | None:
     """Return the scores of an interrupted run with the same output; None without an output, or to a stream."""
     from smlp.evaluation.zeroshot.partial import PartialScores, digest_of, partial_path, weights_digest
+    from smlp.inference.scoring.batching import PLANNER
 
     if not args.output or args.output in STDOUT or (Path(args.output).exists() and not Path(args.output).is_file()):
         return None
@@ -203,6 +204,7 @@ def _kept_scores(
         pins = {
             **{name: value for name, value in settings.items() if name not in ("model", "data_dir")},
             "device": model.decoder.embedding.weight.device.type,
+            "planner": PLANNER,
             f"weights over {team.size} ranks" if args.spread_experts else "weights": weights,
             **{f"records of {task.name}": digest_of(task.prepared.parts()) for task in tasks},
         }

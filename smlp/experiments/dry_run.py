@@ -24,7 +24,7 @@ from smlp.experiments.data import (
     find_data,
     held_out_tokens,
 )
-from smlp.experiments.folder import Folder
+from smlp.experiments.folder import FAILED, Folder
 from smlp.experiments.local import Machine
 from smlp.experiments.plan import (
     PlannedModel,
@@ -39,7 +39,7 @@ from smlp.experiments.plan import (
     tuning_runs,
     validations_of,
 )
-from smlp.experiments.progress import duration, is_given_up
+from smlp.experiments.progress import duration, has_diverged, is_given_up
 from smlp.experiments.spec import Experiment, option_words
 from smlp.experiments.speed import TimedUpdates, dtype_of
 from smlp.experiments.tuning import check_runs, chosen_so_far
@@ -115,7 +115,7 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     todo = not_done(folder, runs)
     if len(todo) < len(runs):
         print(f"{len(runs) - len(todo)} of {len(runs)} runs are done already")
-    if given_up := [run for run in todo if run.tuning and is_given_up(folder.run(run.folder))]:
+    if given_up := _given_up(resources.where, folder, todo):
         print(f"not trained again: {', '.join(run.folder for run in given_up)}")
         todo = [run for run in todo if run not in given_up]
     held_out = held_out_tokens(found, experiment.evaluation.subsets) if found else 0
@@ -133,6 +133,13 @@ def _all_runs(experiment: Experiment, models: Sequence[PlannedModel], folder: Fo
     expected = chosen_so_far(experiment, models, folder) if tuning else {}
     expected = expected or {model.name: tuning.values[0] for model in models if tuning}
     return [*tuning_runs(experiment, models), *main_runs(experiment, models, expected)]
+
+
+def _given_up(where: str, folder: Folder, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Return the runs of the grid that have failed and that the next call does not train again."""
+    is_over = is_given_up if where == "slurm" else has_diverged
+    failed = [run for run in runs if run.tuning and folder.run(run.folder).state()["state"] == FAILED]
+    return [run for run in failed if is_over(folder.run(run.folder))]
 
 
 def _print_cost(experiment: Experiment, runs: Sequence[PlannedRun], cost: Cost) -> None:

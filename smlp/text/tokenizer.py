@@ -53,11 +53,11 @@ class Tokenizer:
 
     def encode_batch(self, lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode many lines; return all ids joined, (N,) int64, and the number of ids of each line, (L,) int64."""
+        for line in lines:
+            check_characters(line)
         # in blocks: the libraries make a list for each line, which a document may have millions of
         ids, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for block in batches_of_text(lines, STRETCH):
-            for line in block:
-                check_characters(line)
             ids_N, lengths_L = self._kind.encode_batch(block)
             ids.append(ids_N)
             lengths.append(lengths_L)

@@ -554,7 +554,11 @@ def test_a_grid_with_a_run_that_is_given_up_has_chosen(planned):
             own.update_state(state=FAILED, **why)
             assert progress.is_given_up(own) and progress.has_diverged(own) == ("/b-" in run.folder)
     assert chosen_so_far(experiment, models, folder) == {"a": 0.002, "b": 0.002}
-    own.update_state(state="waiting")
+    grid = tuning_runs(experiment, models)
+    names = {where: [run.folder for run in dry_run._given_up(where, folder, grid)] for where in ("local", "slurm")}
+    assert names == {"local": ["tune/b-0.001"], "slurm": ["tune/a-0.001", "tune/b-0.001"]}
+    folder.run("tune/a-0.001").update_state(state="waiting")  # its second job is in the queue
+    assert [run.folder for run in dry_run._given_up("slurm", folder, grid)] == ["tune/b-0.001"]
     assert chosen_so_far(experiment, models, folder) == {}
 
 

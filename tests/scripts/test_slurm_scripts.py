@@ -155,7 +155,8 @@ def test_a_dry_run_submits_nothing(user) -> None:
     """With the real ``smlp``: the paper's 32 ranks."""
     (user / "programs" / "smlp").write_text(f'#!/bin/bash\nexec {sys.executable} -m smlp "$@"\n')
     command = ["--", REPOSITORY / "examples" / "smlp.sh", "data", "runs/a", "--bf16"]
-    done = run(user, SUBMIT, "--dry-run", "--nodes", 8, "--gpus-per-node", 4, "--partition", "gpu", *command)
+    more = ["--partition", "gpu", "--ntasks=32"]
+    done = run(user, SUBMIT, "--dry-run", "--nodes", 8, "--gpus-per-node", 4, *more, *command)
     assert done.rc == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[32].split() == ["31", "node7", "cuda:3", "31"]

@@ -20,6 +20,8 @@ import numpy as np
 
 from smlp.inference.scoring.texts import Candidates
 
+#: pinned where scores are kept batch by batch: raise it when lists are cut into other batches
+PLANNER = 2
 #: positions whose states the rows of a pass may hold, for each one that it may read
 _HELD = 4
 
