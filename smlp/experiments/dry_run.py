@@ -115,7 +115,7 @@ def dry_run(experiment: Experiment, folder: Folder) -> None:
     todo = not_done(folder, runs)
     if len(todo) < len(runs):
         print(f"{len(runs) - len(todo)} of {len(runs)} runs are done already")
-    if given_up := _given_up(resources.where, folder, todo):
+    if given_up := _given_up(experiment, folder, todo):
         print(f"not trained again: {', '.join(run.folder for run in given_up)}")
         todo = [run for run in todo if run not in given_up]
     held_out = held_out_tokens(found, experiment.evaluation.subsets) if found else 0
@@ -135,11 +135,11 @@ def _all_runs(experiment: Experiment, models: Sequence[PlannedModel], folder: Fo
     return [*tuning_runs(experiment, models), *main_runs(experiment, models, expected)]
 
 
-def _given_up(where: str, folder: Folder, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+def _given_up(experiment: Experiment, folder: Folder, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """Return the runs of the grid that have failed and that the next call does not train again."""
-    is_over = is_given_up if where == "slurm" else has_diverged
+    is_over = is_given_up if experiment.resources.where == "slurm" else has_diverged
     failed = [run for run in runs if run.tuning and folder.run(run.folder).state()["state"] == FAILED]
-    return [run for run in failed if is_over(folder.run(run.folder))]
+    return [run for run in failed if is_over(folder.run(run.folder), run.made_with(experiment))]
 
 
 def _print_cost(experiment: Experiment, runs: Sequence[PlannedRun], cost: Cost) -> None:

@@ -160,6 +160,15 @@ class RunFolder:
         """Return whether it has weights, or had them."""
         return bool(self.state().get("trained")) or self.last_checkpoint().is_file()
 
+    def is_made_with(self, made_with: dict[str, Any]) -> bool:
+        """Return whether the run was last claimed with these settings."""
+        before = self.state().get("made_with")
+        try:
+            check_made_with(self.path, made_with if before is None else before, made_with)
+        except UserError:
+            return False
+        return True
+
     def claim(self, made_with: dict[str, Any]) -> None:
         """Write down what the run is made with, before it begins.
 
@@ -171,7 +180,8 @@ class RunFolder:
         if before is not None and self.is_begun:  # the checksum of a file that is gone still counts for the next
             after = {key: before[key] for key in before if key.endswith(_CHECKSUM)} | after
         if before != after:
-            self.update_state(made_with=after)
+            again = {} if self.is_begun else {"submitted": []}  # the jobs before were of something else
+            self.update_state(made_with=after, **again)
 
     def last_checkpoint(self) -> Path:
         """Return the path of the checkpoint from the end of the budget, or from where the run was stopped."""

@@ -53,19 +53,21 @@ def reached(log: Path) -> Reached:
     return Reached(updates, train, valid.get("valid", next(iter(valid.values()), None)), pace)
 
 
-def has_diverged(run: RunFolder) -> bool:
-    """Return whether a run of the grid has no value for good, as a rate that is too high may have none."""
+def has_diverged(run: RunFolder, made_with: dict[str, Any]) -> bool:
+    """Return whether a run of the grid has no value with these settings, as a rate that is too high may have none."""
     state = run.state()
-    return state["state"] == FAILED and "has diverged" in (state["message"] or "")
+    is_over = state["state"] == FAILED and "has diverged" in (state["message"] or "")
+    return is_over and run.is_made_with(made_with)
 
 
-def is_given_up(run: RunFolder) -> bool:
+def is_given_up(run: RunFolder, made_with: dict[str, Any]) -> bool:
     """Return whether no job is to train a run of the grid: it has diverged, or two in a row brought it no further.
 
     None of its jobs is in the queue.
     """
     before = run.state().get("submitted", [])  # updates at each submission
-    return has_diverged(run) or (len(before) >= 2 and reached(run.log).updates <= before[-2])
+    is_stuck = len(before) >= 2 and reached(run.log).updates <= before[-2] and run.is_made_with(made_with)
+    return is_stuck or has_diverged(run, made_with)
 
 
 def _last_lines(path: Path) -> list[str]:

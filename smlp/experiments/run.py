@@ -69,7 +69,7 @@ def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = F
             tuning = []
         stopped, chosen = None, {}
         if tuning:
-            left = [run for run in tuning if not has_diverged(folder.run(run.folder))]
+            left = [run for run in tuning if not has_diverged(folder.run(run.folder), run.made_with(experiment))]
             _note_environment(experiment, folder, left, machine)
             stopped = _train(experiment, folder, data, models, left, machine)
             states = {run.folder: folder.run(run.folder).state()["state"] for run in tuning}
@@ -173,7 +173,7 @@ def _chosen(experiment: Experiment, folder: Folder, models: Sequence[PlannedMode
 def _submit(experiment: Experiment, folder: Folder, data: str, models: Sequence[PlannedModel]) -> int:
     """Submit the next array of jobs that can start: the grid, then the runs."""
     grid = tuning_runs(experiment, models)
-    left = [run for run in grid if not _is_over(folder, run)]
+    left = [run for run in grid if not _is_over(experiment, folder, run)]
     if not left:
         _finish_trained(folder, grid)
         chosen = _chosen(experiment, folder, models)
@@ -209,14 +209,15 @@ def _finish_trained(folder: Folder, grid: Sequence[PlannedRun]) -> None:
             own.drop_checkpoints(keep_last=False)
 
 
-def _is_over(folder: Folder, run: PlannedRun) -> bool:
+def _is_over(experiment: Experiment, folder: Folder, run: PlannedRun) -> bool:
     """Return whether a run of the grid needs no job: it is trained, or two jobs in a row have brought it no further."""
     own = folder.run(run.folder)
     if is_trained(own, run.updates):
         return True
-    if not is_given_up(own):
+    made_with = run.made_with(experiment)
+    if not is_given_up(own, made_with):
         return False
-    if not has_diverged(own):
+    if not has_diverged(own, made_with):
         own.update_state(state=FAILED, message=f"{_TWO_JOBS}: see {folder.path / 'slurm' / 'logs'}")
     return True
 

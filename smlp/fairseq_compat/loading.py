@@ -100,6 +100,7 @@ def apply() -> None:
         overrides = {"expert_parallel_size": 1, **(arg_overrides or {})}
         if None in filenames:
             raise UserError("no checkpoint to load: give one with --path")
+        _suffix.set(suffix)
         paths = [name_in_shards(name, suffix, 0, num_shards) for name in filenames]
         try:
             models, cfg, task = load_ensemble(filenames, overrides, task, strict, suffix, num_shards, state)
@@ -145,7 +146,7 @@ def apply() -> None:
 
 #: whether the optimizer's state of the checkpoint that is loaded will be used
 _reads_moments: contextvars.ContextVar[bool] = contextvars.ContextVar("reads_moments", default=False)
-#: --checkpoint-suffix of the training of this process
+#: --checkpoint-suffix of what this process loads
 _suffix: contextvars.ContextVar[str] = contextvars.ContextVar("suffix", default="")
 
 
@@ -491,7 +492,7 @@ def remedy_for(path: str | Path) -> str:
     newest = newest_loadable(Path(path), compare=True, suffix=suffix)
     if newest is not None:
         named = f" {without_suffix(newest, suffix)}" if suffix else ""
-        return f"{newest} can be loaded instead (--restore-file{named} to train on, --path to evaluate)"
+        return f"{newest} can be loaded instead (--restore-file{named} to train on, --path{named} to evaluate)"
     return f"no other checkpoint*.pt in {Path(path).parent} can be loaded"
 
 

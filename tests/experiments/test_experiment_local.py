@@ -1,5 +1,6 @@
 """Around the runs of an experiment, without any: what the grid chooses, what a machine gives, progress."""
 
+import dataclasses
 import json
 import math
 import os
@@ -546,19 +547,20 @@ def test_a_grid_with_a_run_that_is_given_up_has_chosen(planned):
             log(own, run.updates, valid=3.0)
             own.update_state(state=DONE, trained=True)
         else:
-            why = (
-                {"submitted": [0, 0], "message": "two jobs failed"}
-                if "/a-" in run.folder
-                else {"message": "has diverged"}
-            )
-            own.update_state(state=FAILED, **why)
-            assert progress.is_given_up(own) and progress.has_diverged(own) == ("/b-" in run.folder)
+            jobs, message = ([0, 0], "two jobs failed") if "/a-" in run.folder else ([0], "it has diverged")
+            made_with = run.made_with(experiment)
+            own.claim(made_with)
+            own.update_state(state=FAILED, submitted=jobs, message=message)
+            assert progress.is_given_up(own, made_with)
+            assert progress.has_diverged(own, made_with) == ("/b-" in run.folder)
+            assert not progress.is_given_up(own, {**made_with, "clip_norm": 0.1})  # with which it may not diverge
     assert chosen_so_far(experiment, models, folder) == {"a": 0.002, "b": 0.002}
     grid = tuning_runs(experiment, models)
-    names = {where: [run.folder for run in dry_run._given_up(where, folder, grid)] for where in ("local", "slurm")}
-    assert names == {"local": ["tune/b-0.001"], "slurm": ["tune/a-0.001", "tune/b-0.001"]}
+    here = dataclasses.replace(experiment, resources=dataclasses.replace(experiment.resources, where="local"))
+    assert [run.folder for run in dry_run._given_up(here, folder, grid)] == ["tune/b-0.001"]
+    assert [run.folder for run in dry_run._given_up(experiment, folder, grid)] == ["tune/a-0.001", "tune/b-0.001"]
     folder.run("tune/a-0.001").update_state(state="waiting")  # its second job is in the queue
-    assert [run.folder for run in dry_run._given_up("slurm", folder, grid)] == ["tune/b-0.001"]
+    assert [run.folder for run in dry_run._given_up(experiment, folder, grid)] == ["tune/b-0.001"]
     assert chosen_so_far(experiment, models, folder) == {}
 
 
