@@ -249,7 +249,9 @@ def _fetch_one(wanted: Wanted) -> int:
         return ending.waiting(outcome.finished, name)
     status = ending.finished(outcome.manifest, _shown(f"{wanted.source.title}; licence: {wanted.source.licence}"))
     if status == 0 and not outcome.manifest["counts"]["kept"]:
-        print(f"smlp: error: {one_line(name)}: there is no document in it", file=sys.stderr)
+        places = f"{wanted.run.out} and {wanted.raw}" if wanted.source.from_web else f"{wanted.run.out}"
+        problem = f"{name}: there is no document in it; once it has some, remove {places} and fetch it again"
+        print(f"smlp: error: {one_line(problem)}", file=sys.stderr)
         return 1
     return status
 

@@ -63,7 +63,7 @@ def open_hf_folder(folder: str | Path) -> Checkpoint:
     cfg |= {"task": {"_name": "masked_lm" if is_encoder else "language_modeling", "data": None}}
     state = new_state(cfg, model, [new_history(cfg, num_updates)])
     for problem in progress_problems(state, path):
-        raise UserError(problem.replace("optimizer_history.", ""))
+        raise UserError(problem.replace(": optimizer_history.", ": "))
     try:
         check_is_ours(state, folder)
     except UserError as error:

@@ -113,7 +113,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             state, files, settings = read_export(state, path)
     check_is_ours(state, path)
     for problem in progress_problems(state, path):
-        raise UserError(problem if files is None else problem.replace("optimizer_history.", ""))
+        raise UserError(problem if files is None else problem.replace(": optimizer_history.", ": "))
     if files is not None:
         config = config_of(state, path)
         for name in FROM_TASK:  # for readers of the export that know no fairseq

@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import re
+import shutil
 import threading
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -109,8 +110,15 @@ def test_a_source_without_any_document_is_no_success(server, tmp_path, capsys):
     """Such as a page that asks to log in, with status 200."""
     server.files["w/dump.xml"] = b"<html><body>Please log in</body></html>"
     body = f'format = "wikipedia"\n[[files]]\nurl = "{server.address}/w/dump.xml"\n'
-    assert run(source_file(tmp_path, "w", body), "--out", tmp_path / "out", *QUICK) == 1
-    assert "smlp: error: w: there is no document in it" in capsys.readouterr().err
+    source, out = source_file(tmp_path, "w", body), tmp_path / "out"
+    for _ in range(2):
+        assert run(source, "--out", out, *QUICK) == 1
+        said = f"smlp: error: w: there is no document in it; once it has some, remove {out}/w and {out}/.raw/w and"
+        assert said in capsys.readouterr().err
+    server.files["w/dump.xml"] = bz2.decompress(dump([page(1, "One", WIKITEXT)]))
+    for folder in ("w", ".raw/w"):
+        shutil.rmtree(out / folder)
+    assert run(source, "--out", out, *QUICK) == 0
 
 
 def test_a_date_that_is_not_finished_and_a_job_that_is_not_there(server, wiki, tmp_path, capsys):

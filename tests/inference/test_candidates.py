@@ -165,7 +165,7 @@ def test_many_short_texts_are_planned_in_a_moment():
     reading = Reading(tuple((1,) * length for length in (1, 2, 3) * 5000), 0)
     begin = time.process_time()
     (batch,) = plan_batches([reading], 8192, 512)
-    assert time.process_time() - begin < 10  # 0.9 s
+    assert time.process_time() - begin < 5  # 0.5 s
     assert sum(len(block.rows) for blocks in batch.passes for block in blocks) == 15_000
 
 
