@@ -117,9 +117,7 @@ def check_resumed(args: Namespace, checkpoint: dict[str, Any]) -> None:
             f"--resume {args.resume} was trained on other classes ({was!r} where {args.data_dir} has {now!r}): start "
             "from its weights with --initial-checkpoint"
         )
-    args.change_resolution |= bool(
-        getattr(before, "change_resolution", False)
-    )  # the next resume has to know it as well
+    args.change_resolution |= bool(getattr(before, "change_resolution", False))  # the next resume has to know
     had = getattr(before, "model_kwargs", {})
     if not args.model_kwargs:
         args.model_kwargs = had

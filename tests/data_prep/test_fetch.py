@@ -2,6 +2,7 @@
 
 import bz2
 import contextlib
+import errno
 import gzip
 import hashlib
 import itertools
@@ -27,6 +28,7 @@ from data_prep.flow.manifest import read_manifest
 from data_prep.flow.parts import FilePart
 from data_prep.flow.running import StepRun, locked
 from smlp.errors import UserError
+from smlp.files import NamedFile
 
 
 @pytest.fixture
@@ -296,12 +298,14 @@ def test_the_end_of_a_file_is_counted_once_whenever_it_is_killed(tmp_path, monke
     )
 
 
-def test_a_full_disk_names_the_file_and_leaves_other_sources_alone(server, tmp_path, capsys):
+def test_a_full_disk_names_the_file_and_leaves_other_sources_alone(server, tmp_path, monkeypatch, capsys):
+    class Full(NamedFile):
+        def write(self, content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.name))
+
+    monkeypatch.setattr("data_prep.fetch.download.NamedFile", Full)
     (tmp_path / "mine.txt").write_text("A text.\n")
     raw = tmp_path / "out" / ".raw" / "books"
-    raw.mkdir(parents=True)
-    for name in ("one.txt.xz", "two.txt.bz2"):
-        (raw / f"{name}.partial").symlink_to("/dev/full")
     assert run(books_source(server, tmp_path), tmp_path / "mine.txt", "--out", tmp_path / "out", *QUICK) == 1
     assert re.search(rf"error: books: {raw}/\w+\.txt\.\w+\.partial: No space left on device\n", capsys.readouterr().err)
     assert texts(tmp_path / "out") == ["A text."]
