@@ -392,12 +392,13 @@ def _result(row: dict[str, Any]) -> PartResult:
     return PartResult(row["outputs"], counts, row["defects"], row["facts"], version)
 
 
+_OF_DOCUMENTS = ("clean", "dedup")  # steps whose input is documents alone
 MAX_DEFECTS = 20  # most defects on the terminal; the manifest has all of them
 
 
 @dataclass(frozen=True)
 class Report:
-    """Print the end of a step, timed from here; methods return the exit status, 1 if all documents were dropped."""
+    """Print the end of a step, timed from here; methods return the exit status, 1 if no document is left."""
 
     step: str
     run: StepRun
@@ -422,10 +423,9 @@ class Report:
             f"{self.step}: {len(manifest['outputs'])} files in {self.run.out}; {megabytes:,.1f} MB of files read in "
             f"{seconds:,.1f} s ({'parts were done before' if self.run.resumed else rate})"
         )
-        if counts.documents_in and not counts.kept:
-            print(
-                f"smlp: error: {self.run.out}: not one of {counts.documents_in:,} documents was kept", file=sys.stderr
-            )
+        if not counts.kept and (counts.documents_in or self.step in _OF_DOCUMENTS):
+            found = f"not one of {counts.documents_in:,} documents was kept" if counts.documents_in else "no documents"
+            print(f"smlp: error: {self.run.out}: {found}", file=sys.stderr)
             return 1
         return 0
 

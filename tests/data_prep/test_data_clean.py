@@ -403,6 +403,13 @@ def test_wrong_options(tmp_path, capsys, options, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("step", [["clean", "--language", "any"], ["dedup"], ["dedup", "--no-near"]], ids=" ".join)
+def test_a_step_that_could_read_nothing_is_no_success(tmp_path, capsys, step):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert main(["data", *step, "--in", str(tmp_path / "a.parquet"), "--out", str(tmp_path / "out"), "--quiet"]) == 1
+    assert f"smlp: error: {tmp_path}/out: no documents\n" in capsys.readouterr().err
+
+
 HOSTILE = {
     "escaped again and again": "&" + "amp;" * 250_000,
     "accents in the wrong order": "a" + "\u0301\u0316" * 100_000,
