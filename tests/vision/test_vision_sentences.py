@@ -362,7 +362,7 @@ def test_damaged_summaries(tmp_path):
 def test_a_resumed_run_has_the_width_that_another_resolution_gave_it():
     from smlp.vision.setup import _OF_THE_CHECKPOINT, check_resumed
 
-    asked = {"model": "smlp_mixer_tiny", "classes": ["0"], "model_ema": False}
+    asked = {"model": "smlp_mixer_tiny", "classes": ["0"], "model_ema": False, "change_resolution": False}
     before = argparse.Namespace(**asked, model_kwargs={"norm_eps": 0.001, "token_dim": 256})
     for words in ({}, {"norm_eps": 0.001}):
         options = {**dict.fromkeys(_OF_THE_CHECKPOINT), **asked, "resume": "last.pth.tar", "model_kwargs": words}
