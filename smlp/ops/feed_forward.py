@@ -45,12 +45,12 @@ def expert_feed_forward(
         (A, H), in the order of ``x_AH``. Experts without tokens get zero gradients, never none.
 
     Raises:
-        UserError: the sum of ``counts`` is not A, or one is negative.
+        UserError: there are not as many ``counts`` as experts, their sum is not A, or one is negative.
     """
     weights = (w1_eFH, b1_eF, w2_eHF, b2_eH)
     if isinstance(counts, Tensor):
         return torch.ops.smlp.expert_feed_forward(x_AH, counts, *(norm or (None, None)), *weights, activation)[0]
-    _check_counts(counts, x_AH)
+    _check_counts(counts, x_AH, len(w1_eFH))
     if allowed(x_AH, *(norm or ()), *weights):
         padded = padded_rows(counts, x_AH, w1_eFH.size(1))
         if padded is not None:
@@ -69,9 +69,11 @@ def expert_feed_forward(
     return torch.cat(outputs)
 
 
-def _check_counts(counts: Sequence[int], x_AH: Tensor) -> None:
+def _check_counts(counts: Sequence[int], x_AH: Tensor, num_experts: int) -> None:
     if torch.compiler.is_compiling():  # it would fix the sizes of a graph
         return
+    if len(counts) != num_experts:
+        raise UserError(f"counts are of {len(counts)} experts, but the weights of {num_experts}")
     if min(counts, default=0) < 0:
         raise UserError(f"counts hold {min(counts)}, which is no number of tokens")
     if sum(counts) != len(x_AH):
@@ -182,7 +184,7 @@ _TENSORS = "Tensor x, Tensor counts, Tensor? gain, Tensor? offset, Tensor w1"
 
 def _op(x_AH: Tensor, counts_e: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     counts = counts_e.tolist()
-    _check_counts(counts, x_AH)
+    _check_counts(counts, x_AH, len(rest[2]))
     parts = list(runs(counts, x_AH, rest[2].size(1)))
     out_AH, hidden = _outputs(parts, x_AH, *rest)
     return out_AH, torch.cat(hidden)

@@ -34,7 +34,7 @@ class TriangularProjection(torch.autograd.Function):
             rows_hbk = weight_hTT[:, first:last, :last].tril(first)
             strips.append(_product(rows_hbk, x_Gnc[:, :last], plus=bias_hT[:, first:last, None]))
         ctx.save_for_backward(x_Gnc, weight_hTT)
-        ctx.shape, ctx.width = x_Bnhc.shape, width
+        ctx.shape, ctx.bias_shape, ctx.width = x_Bnhc.shape, bias_hT.shape, width
         return _ungrouped(torch.cat(strips, dim=1), x_Bnhc.shape)
 
     @staticmethod
@@ -50,7 +50,7 @@ class TriangularProjection(torch.autograd.Function):
             strips.append(_product(columns_hkb.transpose(1, 2), grad_Gnc[:, first:]))
             grad_rows_hbk = _outer(grad_Gnc[:, first:last], x_Gnc[:, :last], len(weight_hTT))
             grad_weight_hTT[:, first:last, :last] = grad_rows_hbk.tril_(first)
-        grad_bias_hT = torch.zeros_like(weight_hTT[:, 0])
+        grad_bias_hT = weight_hTT.new_zeros(ctx.bias_shape)  # of T, though matrices may be n x n (Toeplitz)
         grad_bias_Gn = grad_Gnc.sum(dim=2)
         grad_bias_hT[:, :num_positions] = grad_bias_Gn.sum(dim=0) if ctx.shape[2] == 1 else grad_bias_Gn
         return _ungrouped(torch.cat(strips, dim=1), ctx.shape), grad_weight_hTT, grad_bias_hT, None

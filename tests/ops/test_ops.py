@@ -8,6 +8,7 @@ from comparing import EXACT, assert_same, feed_forward_reference, spatial_refere
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smlp.errors import UserError
+from smlp.nn.layers import SpatialWeights
 from smlp.ops import (
     ACTIVATION_FUNCTIONS,
     activated_halves,
@@ -65,6 +66,20 @@ def test_spatial_projection_over_all_positions(num_heads, num_tokens):
     assert_same(spatial_projection(x, weight, bias), reference(), (x, weight, bias), tolerance=EXACT)
     gated = spatial_projection(x, weight, bias, gate)
     assert_same(gated, gate * reference(), (x, weight, bias, gate), tolerance=EXACT)
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("num_tokens", [255, 256, 257, 300])
+def test_toeplitz_matrices_of_any_part_of_the_context(num_heads, num_tokens):
+    """They are made for the positions that there are, and the bias is of all."""
+    generator = torch.Generator().manual_seed(0)
+    weights = SpatialWeights(300, range(num_heads), 0.1, 1.0, is_toeplitz=True).double()
+    x = torch.randn(2, num_tokens, num_heads, 3, generator=generator, dtype=torch.double, requires_grad=True)
+    inputs = x, *weights.parameters()
+    out = weights.project(x)
+    with reference_ops():
+        expected = weights.project(x)
+    assert_same(out, expected, inputs, tolerance=EXACT)
 
 
 @pytest.mark.parametrize("num_seqs", [0, 1, 2])
@@ -345,6 +360,9 @@ def test_summed_rows():
 def test_counts_that_are_not_those_of_the_tokens_are_refused(kind):
     """Else the rows of no expert would be whatever the memory holds."""
     weights = [torch.randn(*shape) for shape in ((2, 6, 4), (2, 6), (2, 4, 6), (2, 4))]
+    for counts in ([64], [32, 32, 0]):
+        with pytest.raises(UserError, match=f"counts are of {len(counts)} experts, but the weights of 2"):
+            expert_feed_forward(torch.randn(64, 4), kind(counts), None, *weights)
     for counts in ([20, 20], [40, 40]):
         with pytest.raises(UserError, match=f"counts are {sum(counts)} tokens together, but x_AH has 64"):
             expert_feed_forward(torch.randn(64, 4), kind(counts), None, *weights)
