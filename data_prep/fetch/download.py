@@ -206,6 +206,8 @@ def _attempt(
     except passing as error:
         amount = f"after {partial.size:,}" + (" bytes" if total is None else f" of {total:,} bytes")
         raise _Passing(f"the connection failed {amount}: {_plain(error)}") from error
+    except ValueError as error:  # of a redirection; UnicodeDecodeError is one
+        raise DownloadFailed(f"{file.url} leads to what is not the address of a file: {error}") from None
     if total is not None and have < total:
         raise _Passing(f"received only {have:,} of {total:,} bytes")
     if total is not None and have > total:  # such as the whole file, called a part
@@ -224,7 +226,7 @@ def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int |
         old, new = partial.version(file.url), _version_of(response.headers)
         changed = bool(old and new and old != new)
         total = int(span[2]) if span else None
-        if span and not changed and (int(span[1]) == have if span[1] else total == have):
+        if span and not changed and (int(span[1]) == have if span[1] else have and total == have):
             return total, True
         problem = "it changed on the server" if changed else "the server did not resume where it was asked to"
         raise _Passing(problem, lost=partial.discard())

@@ -10,6 +10,7 @@ import socket
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from string import Formatter
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from data_prep.fetch.download import DownloadFailed, NotThere, Patience, RemoteFile, download, from_json
@@ -161,6 +162,8 @@ def months(text: str) -> list[tuple[str, str]]:
 
 def _filled(template: str, options: dict[str, str]) -> str:
     try:
+        if wide := [name for _, name, wanted, _ in Formatter().parse(template) if wanted]:
+            raise ValueError(f"{{{wide[0]}:...}} has a format")  # such as one of a billion spaces
         return template.format(**options)
     except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"the address {template!r} has a placeholder without an option: {error}") from None

@@ -150,7 +150,7 @@ def read_source(path: Path) -> Source:
         row = tomllib.loads(content)
     except OSError as error:
         raise UserError(f"source file {path}: {error.strerror}") from None
-    except ValueError as error:  # bad UTF-8 or bad TOML
+    except (ValueError, RecursionError) as error:  # bad UTF-8 or bad TOML
         raise UserError(f"source file {path} is not TOML: {error}") from None
     try:
         return _checked(_parsed(row, path, content))
@@ -212,6 +212,8 @@ def _check_number(name: str, value: Any) -> None:
         raise _Wrong(f"{name!r} must be a whole number, not {value!r}")
     if value < 0:
         raise _Wrong(f"{name!r} must be at least 0, not {value}")
+    if value >= 2**63:
+        raise _Wrong(f"{name!r} must be below 2**63, not {value!r:.80}")
 
 
 def is_checksum(text: str, algorithm: str) -> bool:

@@ -161,13 +161,14 @@ def check_same_on_all_ranks(cfg: Any) -> None:
     if _are_compared or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     _are_compared = True
+    given = _by_option(cfg)
     own = {
         name: str(value)
-        for name, value in _by_option(cfg).items()
+        for name, value in given.items()
         if name not in _OF_MACHINE and not name.startswith(("distributed_", "_")) and not name.endswith("_file")
     }
     for name in ("restore_file", "finetune_from_model", "continue_once"):  # each machine may have its own copy
-        own[name] = own.get(name, "").rpartition("/")[2]
+        own[name] = str(given.get(name)).rpartition("/")[2]
     options: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(options, own)
     for rank, other in enumerate(options):

@@ -154,6 +154,11 @@ def read_encoder(path: Path) -> dict[str, int]:
         raise UserError(f"{path} is not an encoder.json of byte-level BPE: {error}") from None
     if not isinstance(ids, dict) or not all(isinstance(number, int) and number >= 0 for number in ids.values()):
         raise UserError(f"{path} is not an encoder.json of byte-level BPE: pieces with their ids are expected")
+    try:
+        "".join(ids).encode()
+    except UnicodeEncodeError:
+        problem = "a piece has half of a surrogate pair, which is no Unicode text"
+        raise UserError(f"{path} is not an encoder.json of byte-level BPE: {problem}") from None
     lacking = sum(character not in ids for character in byte_characters())
     if lacking:
         raise UserError(f"{path} is not an encoder.json of byte-level BPE: {lacking} of the 256 bytes have no piece")

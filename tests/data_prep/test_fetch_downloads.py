@@ -294,8 +294,12 @@ def test_no_server_and_no_address(tmp_path, monkeypatch):
         download(RemoteFile("corpora/a.bin", "a.bin"), tmp_path / "a.bin", QUICK)
     with serving() as leading:
         leading.files["a.bin"] = CONTENT
-        leading.faults["a.bin"] = status(302, Location="ftp://127.0.0.1/b.bin")
-        with pytest.raises(DownloadFailed, match="leads to what is not the address of a file"):
+        for place in ("ftp://127.0.0.1/b.bin", "http://["):
+            leading.faults["a.bin"] = status(302, Location=place)
+            with pytest.raises(DownloadFailed, match="leads to what is not the address of a file"):
+                download(RemoteFile(leading.url("a.bin"), "a.bin"), tmp_path / "a.bin", QUICK)
+        leading.faults["a.bin"] = status(416, Content_Range="bytes */0")  # to a request of no range
+        with pytest.raises(DownloadFailed, match="the server did not resume where it was asked to"):
             download(RemoteFile(leading.url("a.bin"), "a.bin"), tmp_path / "a.bin", QUICK)
     monkeypatch.setenv("http_proxy", "http:///nowhere")
     with pytest.raises(DownloadFailed, match="the proxy of the environment has no valid address: Please"):

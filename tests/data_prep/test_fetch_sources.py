@@ -13,7 +13,17 @@ from running import REPOSITORY
 
 from data_prep.fetch import wanted
 from data_prep.fetch.download import Patience, RemoteFile, from_json
-from data_prep.fetch.listing import KEPT, _checksums, _dumpstatus, _paths, kept_files, list_files, months, named
+from data_prep.fetch.listing import (
+    KEPT,
+    _checksums,
+    _dumpstatus,
+    _filled,
+    _paths,
+    kept_files,
+    list_files,
+    months,
+    named,
+)
 from data_prep.fetch.source import Listing, Source, built_in, read_source
 from data_prep.flow.streams import compression_of
 from smlp.errors import UserError
@@ -84,6 +94,8 @@ def test_what_a_user_gets_wrong(words, message, capsys, tmp_path, monkeypatch):
     ("body", "message"),
     [
         ("format =", "is not TOML"),
+        ("a = " + "[" * 50_000, "is not TOML"),
+        (f'paths = ["a"]\n[size]\nbytes = {"9" * 400}', "'size.bytes' must be below 2\\*\\*63, not 999"),
         ('format = "txt"', "exactly one of 'files', 'listing', 'hub' and 'paths' .* there is none"),
         ('form = "txt"', "unknown field 'form'; there are name, title"),
         ('format = "doc"\n[[files]]\nurl = "http://x/a"', "'format' is 'doc', but must be one of wikipedia, warc"),
@@ -260,6 +272,11 @@ def test_what_a_source_says_writes_no_lines_on_the_terminal(tmp_path, capsys):
     assert run(source, "--out", tmp_path / "out", "--dry-run") == 1
     shown = capsys.readouterr().out
     assert r"o=1\n2" in shown and r"/x\n  y" in shown and shown.count("\n") == 4
+
+
+def test_an_address_of_a_billion_spaces_is_refused():
+    with pytest.raises(UserError, match=r"has a placeholder without an option: \{x:\.\.\.\} has a format"):
+        _filled("http://x/{x:>3000000000}", {"x": "1"})
 
 
 def test_what_is_no_address_is_named():

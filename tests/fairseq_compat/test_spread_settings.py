@@ -252,6 +252,9 @@ def test_ranks_that_were_started_differently_are_refused(tiny_data, tmp_path, ru
         r"rank 1 has --arch dense_lm_tiny where rank 0 has smlp_tiny: start": (tiny_data, "--arch", "dense_lm_tiny"),
         # each with options that the other does not know
         r"rank 1 has --optimizer sgd where rank 0 has adam: start": (tiny_data, "--optimizer", "sgd"),
+        r"rank 1 has --restore-file other.pt where rank 0 has checkpoint_last.pt: start": (
+            *(tiny_data, "--restore-file", tmp_path / "other.pt"),
+        ),
         "": (tiny_data, "--num-workers", 0, "--no-progress-bar"),  # which may
     }
     older = in_older_format(tiny_data, tmp_path / "older")

@@ -381,6 +381,8 @@ def test_shapes_that_do_not_belong_together_are_refused():
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(UserError, match="w_hL has the distances of 3 positions, but 5 are wanted"):
             toeplitz_matrices(torch.randn(2, 5, dtype=dtype), 5)
+        with pytest.raises(UserError, match="w_hL must have 2T - 1 numbers for each head, got 4"):
+            toeplitz_matrices(torch.randn(2, 4, dtype=dtype), 2)
     with torch.no_grad():
         assert linear(torch.randn(3, 0), torch.randn(6, 0), torch.ones(6)).tolist() == [[1.0] * 6] * 3
 

@@ -143,6 +143,7 @@ def test_files_that_are_none(folder, tokenizer, tmp_path):
         ("[1]", "pieces with their ids"),
         ("x", "not an encoder.json"),
         ('{"a": 0}', "255 of the 256"),
+        ('{"\\ud800": 0}', "a piece has half of a surrogate pair, which is no Unicode text"),
     ]:
         bad.write_text(content)
         with pytest.raises(UserError, match=words):
