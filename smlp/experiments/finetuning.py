@@ -31,7 +31,7 @@ from smlp.experiments.local import TRAIN, Machine, TrainingChain
 from smlp.experiments.plan import VALID_BATCHES
 from smlp.experiments.processes import run_chains
 from smlp.experiments.progress import Progress
-from smlp.experiments.spec import option_words
+from smlp.experiments.spec import option_words, path_word
 from smlp.fairseq_compat.loading import check_dictionary_of, exported
 from smlp.files import check_no_other, number_of
 from smlp.launch.local import this_program
@@ -198,7 +198,7 @@ class Finetuning:
             "cpu": self.is_on_cpu,
         }
         model = {"arch": self.encoder.arch, **self.encoder.overrides, "finetune_from_model": self.encoder.path}
-        return [str(self.data.path), *option_words({**model, **self.options(run), **around}), *self.train_options]
+        return [path_word(self.data.path), *option_words({**model, **self.options(run), **around}), *self.train_options]
 
 
 def read_data(path: Path, metric: str | None = None) -> TaskData:

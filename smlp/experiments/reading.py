@@ -50,10 +50,10 @@ RESERVED = {
     "sample_break_mode": "nothing", "reset_optimizer": "nothing", "reset_dataloader": "nothing",
     "reset_meters": "nothing", "reset_lr_scheduler": "nothing", "help": "nothing",
 }  # fmt: skip
-#: options of the task masked_lm that choose the masked tokens, in validation as well
+#: options of the task masked_lm that choose the tokens and those that are masked, in validation as well
 _MASKING = frozenset((
     *("mask_prob", "leave_unmasked_prob", "random_token_prob", "freq_weighted_replacement", "mask_multiple_length"),
-    "mask_stdev",
+    *("mask_stdev", "shorten_method", "shorten_data_split_list"),
 ))  # fmt: skip
 WHERE = ("local", "slurm")
 TEXT_SOURCES = ("python",)

@@ -279,6 +279,10 @@ MISTAKES |= {
         FILE[: FILE.index("  gMLP")] + _ENCODER + "  B: {arch: bert_mlm_tiny, recipe: {mask_prob: 0.03}}\n",
         r"small.yaml: mask_prob decides what is validated on: it must be the same for all runs, as in recipe$",
     ),
+    "models that are validated on unlike tokens": (
+        FILE[: FILE.index("  gMLP")] + _ENCODER + "  B: {arch: bert_mlm_tiny, recipe: {shorten_method: truncate}}\n",
+        r"small.yaml: shorten_method decides what is validated on: it must be the same for all runs, as in recipe$",
+    ),
     "tuned masks": (
         FILE[: FILE.index("  gMLP")] + _ENCODER + "tune: {tokens: 50k, mask_stdev: [0.1, 0.2]}\n",
         r"small.yaml: mask_stdev decides what is validated on",
