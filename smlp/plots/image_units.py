@@ -51,16 +51,15 @@ def paired_order(units_Dgg: np.ndarray) -> list[int]:
     """
     flat = units_Dgg.reshape(len(units_Dgg), -1)
     unit = flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-30)
-    cosine = unit @ unit.T
     order: list[int] = []
-    left = list(np.argsort(mean_frequency(units_Dgg), kind="stable"))
-    while left:
-        first = left.pop(0)
+    left = np.argsort(mean_frequency(units_Dgg), kind="stable")
+    while left.size:
+        first, left = left[0], left[1:]
         order.append(int(first))
-        if left:
-            inverse = min(left, key=lambda other: cosine[first, other])
-            left.remove(inverse)
-            order.append(int(inverse))
+        if left.size:
+            place = int((unit[left] @ unit[first]).argmin())  # a row at a time: a file may have very many units
+            order.append(int(left[place]))
+            left = np.delete(left, place)
     return order
 
 

@@ -212,7 +212,16 @@ def _outline(args: Namespace, **changed: Any) -> nn.Module:
         return create_model(Namespace(**{**vars(args), "pretrained": False, **changed}))
 
 
-_DEPTH = re.compile("depths?|((num|n)_)?(layers|blocks)")  # settings of a model that make it deep
+_DEPTH = re.compile("depth|layers|blocks")  # in the names of settings of a model that make it deep
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """Yield those in a value, and in lists of lists."""
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _whole_numbers(one)
+    elif isinstance(value, int):
+        yield value
 
 
 def check_fit(checkpoint: dict[str, Any], path: str, args: Namespace, use_ema: bool = True) -> None:
@@ -221,9 +230,8 @@ def check_fit(checkpoint: dict[str, Any], path: str, args: Namespace, use_ema: b
     Raises:
         UserError: they do not.
     """
-    for name, value in ((name, value) for name, value in args.model_kwargs.items() if _DEPTH.fullmatch(name)):
-        sizes = [size for size in (value if isinstance(value, list | tuple) else [value]) if isinstance(size, int)]
-        if sum(sizes) > (most := len(checkpoint["state_dict"])):
+    for name, value in ((name, value) for name, value in args.model_kwargs.items() if _DEPTH.search(name)):
+        if sum(_whole_numbers(value)) > (most := len(checkpoint["state_dict"])):
             raise UserError(f"{path} does not fit {args.model}: {name} is {value!r:.60}, and it has {most} tensors")
     _fitting(_outline(args), checkpoint, path, args, use_ema)
 

@@ -549,7 +549,8 @@ def test_damaged_weights_have_no_accuracy(digits, trained, capsys, tmp_path):
     assert "odd.pth.tar holds a tensor of shape (1000000, 1000000) in a record of 4 bytes, which is not read" in line
 
 
-DEPTHS = [("model_kwargs", {"num_layers": 10**4}), ("model_kwargs", {"layers": [1, 10**6]})]
+DEEP = {"num_layers": 10**4}, {"layers": [1, 10**6]}, {"depth": ((1, 10**9, 0), (1, 4, 0))}, {"depth_token_only": 10**9}
+DEPTHS = [("model_kwargs", kwargs) for kwargs in DEEP]
 
 
 def test_recorded_sizes_take_no_memory(digits, trained, capsys, tmp_path):
