@@ -106,7 +106,7 @@ def toeplitz_matrices(w_hL: Tensor, num_tokens: int) -> Tensor:
     Raises:
         UserError: n is more than T, or w has an even length.
     """
-    if not is_traced() and w_hL.size(1) % 2 == 0:
+    if not is_traced() and num_tokens and w_hL.size(1) % 2 == 0:  # of no tokens, w may be empty
         raise UserError(f"w_hL must have 2T - 1 numbers for each head, got {w_hL.size(1)}")
     first = (w_hL.size(1) + 1) // 2 - num_tokens
     if not is_traced() and first < 0:  # in a graph, it would fix the sizes
