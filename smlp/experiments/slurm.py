@@ -21,7 +21,7 @@ from smlp.errors import UserError, last_line
 from smlp.experiments.folder import Folder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.plan import PlannedRun, training_words
-from smlp.experiments.spec import Experiment, Resources, option_words
+from smlp.experiments.spec import Experiment, Resources, option_words, path_word
 from smlp.files import project_folder
 from smlp.launch.local import signals_to, this_program
 
@@ -56,7 +56,8 @@ def submit(experiment: Experiment, folder: Folder, data: str, runs: Sequence[Pla
     options |= {"sweep": names, "unchecked": True, "logs": folder.path / "slurm" / "logs"}
     array = [f"--array=1-{len(runs)}%{resources.jobs}"] if resources.jobs is not None else []
     command = ["bash", str(scripts_folder() / "submit.sh"), *option_words(options), *array, *_threads(resources)]
-    training = _submitted(folder, [*command, *resources.sbatch, "--", data, str(parent)], rf"^job ({_JOB}):")
+    command += [*resources.sbatch, "--", path_word(data), path_word(parent)]
+    training = _submitted(folder, command, rf"^job ({_JOB}):")
     text = f"job {_named(training)}: {len(runs)} runs, {resources.ranks} ranks each"
     if then_score:
         try:
@@ -169,9 +170,10 @@ def submit_scores(experiment: Experiment, folder: Folder, after: str | None = No
     options += [f"--gres={_gpu(resources.sbatch)}" if resources.gpus_per_node else "--gres=none"]
     scripts = scripts_folder()
     command = ["sbatch", "--parsable", *options, str(scripts / "score.sbatch")]
+    command += [path_word(folder.yaml), path_word(folder.path)]
     environment = {"SMLP_ROOT": str(scripts.parents[1])}
     number = rf"^(?:Submitted batch job )?({_JOB})(?:;.*)?\s*$"
-    return _named(_submitted(folder, [*command, str(folder.yaml), str(folder.path)], number, environment))
+    return _named(_submitted(folder, command, number, environment))
 
 
 def _gpu(sbatch: Sequence[str]) -> str:

@@ -31,6 +31,10 @@ _ARRAYS = (
     "answer_tokens",
 )
 _LISTS = ("contexts", "ids", "answers")
+_DAMAGE = (
+    *(OSError, EOFError, ValueError, TypeError, LookupError, RecursionError, zipfile.BadZipFile),
+    MemoryError,  # for an array as large as its header says
+)
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,11 @@ class SquadSplit:
         check_recorded(folder / split, suffixes=("npz", "json"))
         try:
             with np.load(arrays_path, allow_pickle=False) as arrays:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in arrays.zip.infolist()):
+                    raise ValueError("its arrays are compressed")  # zeros of a thousand times its size may be in it
                 found = cls(**{name: arrays[name] for name in _ARRAYS}, **json.loads(read_text(texts_path)))
             found._check(vocab_size)
-        except (OSError, EOFError, ValueError, TypeError, LookupError, zipfile.BadZipFile, RecursionError) as error:
+        except _DAMAGE as error:
             raise UserError(
                 f"{arrays_path} and {texts_path.name} beside it are damaged, or not from 'smlp data squad' ({error})"
             ) from None
@@ -128,8 +134,11 @@ class SquadSplit:
         first, last = self.answer_tokens.T
         if np.any((first > last) | ((first == NO_ANSWER) != (last == NO_ANSWER))):
             raise ValueError("an answer ends before it begins")
-        if np.any(self.offsets.max(axis=1) > np.repeat([len(text) for text in self.contexts], lengths)):
+        begin_N, end_N = self.offsets.T
+        if np.any((begin_N < 0) | (end_N > np.repeat([len(text) for text in self.contexts], lengths))):
             raise ValueError("a token lies outside of its context")
+        if np.any(begin_N > end_N):
+            raise ValueError("a token ends before it begins")
         if len(self.answers) != num_questions or not num_questions:
             raise ValueError(f"{num_questions} ids, {len(self.answers)} answers")
 

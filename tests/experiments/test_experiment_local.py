@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -588,6 +589,19 @@ def test_jobs_of_a_cluster_are_all_remembered(planned, monkeypatch):
     slurm.submit_scores(experiment, folder)
     assert read_json(folder.path / "slurm" / "jobs.json", list) == ["12", "13;cluster"]
     assert experiment.resources.at_a_time(9) == 9, "no limit where the file has none"
+
+
+def test_folders_named_like_options_are_paths_for_the_jobs(planned, tmp_path, monkeypatch):
+    """The jobs' scripts would take ``--save-dir -out/runs`` and ``score.sbatch -out/experiment.yaml`` for options."""
+    experiment, models, _ = planned(CLUSTER)
+    monkeypatch.chdir(tmp_path)
+    folder, commands = Folder(Path("-out")), []
+    monkeypatch.setattr(slurm, "_run", lambda command, environment=None: commands.append(command) or "job 12: 2 runs")
+    slurm.submit(experiment, folder, "-data", main_runs(experiment, models, {}), then_score=False)
+    assert commands[0][-3:] == ["--", "./-data", "./-out/runs"]
+    monkeypatch.setattr(slurm, "_run", lambda command, environment=None: commands.append(command) or "13")
+    slurm.submit_scores(experiment, folder)
+    assert commands[1][-2:] == ["./-out/experiment.yaml", "./-out"]
 
 
 @pytest.mark.usefixtures("sigint_is_heard")

@@ -1,6 +1,7 @@
 """Windows of contexts against BERT's loop, the files of a split, and scores with known values."""
 
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -95,12 +96,20 @@ def test_a_split_comes_back_from_its_files(tmp_path):
         *(("context_of_question", [0, 5]), ("context_of_question", [0, -1]), ("context_of_question", [0.0, 1.0])),
         *(("answer_tokens", None), ("answer_tokens", [[1, 0], [-1, -1]]), ("answer_tokens", [[-1, 1], [-1, -1]])),
         ("offsets", None),
+        *(("offsets", files["npz"]["offsets"][:, ::-1]), ("offsets", files["npz"]["offsets"] - [1, 0])),
     )
     for name, value in changed:
-        arrays = {**files["npz"], name: np.array(value)} if value else {**files["npz"], name: files["npz"][name] + 90}
+        arrays = {**files["npz"], name: files["npz"][name] + 90 if value is None else np.array(value)}
         np.savez(tmp_path / "valid.npz", **arrays)
         with pytest.raises(UserError, match="are damaged, or not from"):
             SquadSplit.load(tmp_path, "valid", 100)
+    np.savez_compressed(tmp_path / "valid.npz", **files["npz"])
+    with pytest.raises(UserError, match=r"valid\.npz .*\(its arrays are compressed\)"):
+        SquadSplit.load(tmp_path, "valid", 100)
+    with zipfile.ZipFile(tmp_path / "valid.npz", "w") as archive, archive.open("context_tokens.npy", "w") as entry:
+        np.lib.format.write_array_header_1_0(entry, {"descr": "<i8", "fortran_order": False, "shape": (10**15,)})
+    with pytest.raises(UserError, match=r"valid\.npz .*Unable to allocate"):
+        SquadSplit.load(tmp_path, "valid", 100)
     with pytest.raises(UserError, match=r"there is no file .*test\.npz"):
         SquadSplit.load(tmp_path, "test", 100)
 
