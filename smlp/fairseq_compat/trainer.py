@@ -279,8 +279,6 @@ class SparseTrainer(Trainer):
             raise diverged(self, f"update {self.get_num_updates() + 1}", error) from error
         finally:
             self._is_in_step = False
-        if self.core is not None and self.get_num_updates() > num_updates:
-            self.core.adjust_offsets(self.get_model().experts.ranks.world)
         if self._kept_memory is not None:
             self._kept_memory.after_update()
         seconds, waited = time.perf_counter() - start, DataClock.log()
@@ -289,6 +287,12 @@ class SparseTrainer(Trainer):
             times = {"seconds": round(seconds, 6), "data_seconds": round(waited, 6)}
             self.update_times.add(self.get_num_updates(), tokens=self._num_tokens, **times)
         return result
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """Count an update and, if it was just done, move the offsets of routers: averages of ``--store-ema`` follow."""
+        if self._is_in_step and self.core is not None:
+            self.core.adjust_offsets(self.get_model().experts.ranks.world)
+        super().set_num_updates(num_updates)
 
     def _prepare_sample(self, sample: Any, *rest: Any, **kw: Any) -> Any:
         """Bring a batch to the device, if its ids are in the dictionary."""

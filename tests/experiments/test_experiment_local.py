@@ -597,8 +597,8 @@ def test_folders_named_like_options_are_paths_for_the_jobs(planned, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     folder, commands = Folder(Path("-out")), []
     monkeypatch.setattr(slurm, "_run", lambda command, environment=None: commands.append(command) or "job 12: 2 runs")
-    slurm.submit(experiment, folder, "-data", main_runs(experiment, models, {}), then_score=False)
-    assert commands[0][-3:] == ["--", "./-data", "./-out/runs"]
+    slurm.submit(experiment, folder, "-data", tuning_runs(experiment, models), then_score=False)
+    assert commands[0][-3:] == ["--", "./-data", "./-out/tune"]
     monkeypatch.setattr(slurm, "_run", lambda command, environment=None: commands.append(command) or "13")
     slurm.submit_scores(experiment, folder)
     assert commands[1][-2:] == ["./-out/experiment.yaml", "./-out"]

@@ -123,7 +123,7 @@ def odd_runs(trained, tiny_data, tmp_path_factory, run_fairseq_many):
         return {"tool": "train", "args": arguments}
 
     last = {arch: trained[arch][0] / "checkpoint_last.pt" for arch in ARCHS}
-    gmlp = ARCHS["gmlp_lm_tiny"]
+    gmlp, averages = ARCHS["gmlp_lm_tiny"], ("--store-ema", "--ema-decay", 0.0)
     cases = {
         "no effect": train(
             "dense_lm_tiny", "--num-sparse-layers", "0", "--router", "switch", save_dir=folder / "dense"
@@ -150,6 +150,7 @@ def odd_runs(trained, tiny_data, tmp_path_factory, run_fairseq_many):
             *("--ema-decay", 1.0),
             save_dir=folder / "from_here",
         ),
+        "averaged offsets": train("base_lm_tiny", "--router", "loss_free", *averages, save_dir=folder / "offsets"),
         "another optimizer": train("smlp_tiny", "--optimizer", "sgd", "--restore-file", last["smlp_tiny"]),
         "another precision": train("smlp_tiny", "--bf16", "--restore-file", last["smlp_tiny"]),
     }
@@ -177,6 +178,16 @@ def test_averages_begin_with_the_weights_of_a_checkpoint_without_any(odd_runs, t
     state = torch.load(folder / "from_here" / "checkpoint_last.pt", weights_only=False)
     assert weights and all(torch.equal(state["extra_state"]["ema"][name], weights[name]) for name in weights)
     assert any(not torch.equal(state["model"][name], weights[name]) for name in weights)
+
+
+def test_averages_take_the_offsets_that_follow_an_update(odd_runs):
+    """A decay of 0 keeps nothing of the averages before."""
+    folder, runs = odd_runs
+    assert runs["averaged offsets"].rc == 0, runs["averaged offsets"].stderr
+    state = torch.load(folder / "offsets" / "checkpoint_last.pt", weights_only=False)
+    model, average = state["model"], state["extra_state"]["ema"]
+    assert any(name.endswith(".value") and value.any() for name, value in model.items())
+    assert all(torch.equal(model[name], average[name]) for name in average)
 
 
 @pytest.mark.slow
