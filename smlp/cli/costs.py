@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and, on rank 0, print the tables; with ``--nproc``, start the ranks that do so."""
     from smlp.cli.json_file import check_outputs
-    from smlp.errors import UserError
+    from smlp.cli.options import refuse_other_ranks
     from smlp.files import check_writable
     from smlp.launch.local import run_ranks, this_program
     from smlp.launch.ranks import has_terminal, place_of
@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
     config = _config(args)
     place = place_of(os.environ, is_interactive=has_terminal())
-    if place is not None and args.nproc > 1:
-        raise UserError(f"--nproc {args.nproc}, but {place.launcher} started {place.world_size} ranks already")
+    if place is not None:
+        refuse_other_ranks(None if args.nproc == 1 else args.nproc, place)
     num_ranks = args.nproc if place is None else place.world_size
     # dense models have no expert layout
     layout = ExpertLayout(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from smlp.cli.numbers import MOST, MOST_PROCESSES, MOST_SIZE, real, whole
-from smlp.cli.options import refuse_unused
+from smlp.cli.options import refuse_other_ranks, refuse_unused
 from smlp.errors import UserError
 from smlp.files import check_folder
 from smlp.launch.machine import num_cores
@@ -409,11 +409,9 @@ def _train(args: argparse.Namespace) -> int:
     _check_numbers(args)
     _check_backend(args.torchcompile)
     place = place_of(os.environ, is_interactive=has_terminal())
-    if args.nproc > 1 and place is not None:
-        raise UserError(
-            f"--nproc {args.nproc}, but {place.launcher} started {place.world_size} ranks already: leave it out"
-        )
-    if args.nproc > 1:
+    if place is not None:
+        refuse_other_ranks(None if args.nproc == 1 else args.nproc, place)
+    elif args.nproc > 1:
         return run_ranks([*this_program(), *args.words, "--nproc", "1"], args.nproc)
     if args.warmup_epochs >= args.epochs and not args.warmup_prefix:
         print(

@@ -19,6 +19,7 @@ from smlp.experiments.json_files import EXPERIMENT, read_json
 from smlp.experiments.reading import read_experiment
 from smlp.experiments.spec import Experiment, grid_folder
 
+DIVERGED = "has diverged"  # in the message of a run that a number that is not finite ended
 _TAIL_BYTES = 1 << 16
 _SECONDS_BETWEEN = 1.0
 #: share of the updates between printed lines; on a terminal the line is redrawn instead
@@ -56,7 +57,7 @@ def reached(log: Path) -> Reached:
 def has_diverged(run: RunFolder, made_with: dict[str, Any]) -> bool:
     """Return whether a run of the grid has no value with these settings, as a rate that is too high may have none."""
     state = run.state()
-    is_over = state["state"] == FAILED and "has diverged" in (state["message"] or "")
+    is_over = state["state"] == FAILED and DIVERGED in (state["message"] or "")
     return is_over and run.is_made_with(made_with)
 
 

@@ -28,7 +28,7 @@ from smlp.experiments.plan import (
     tuning_runs,
 )
 from smlp.experiments.processes import stopped_by
-from smlp.experiments.progress import Progress, has_diverged, is_given_up, reached
+from smlp.experiments.progress import DIVERGED, Progress, has_diverged, is_given_up, reached
 from smlp.experiments.reading import settings_of
 from smlp.experiments.spec import Experiment, path_word
 from smlp.experiments.tuning import at_edge, check_runs, choose
@@ -37,7 +37,7 @@ from smlp.launch.environment import environment, keep_difference
 
 _TWO_JOBS = "two jobs failed to train it"
 #: in the message of a run of the grid that has no value for good, as a rate that is too high may have none
-_GIVEN_UP = ("has diverged", _TWO_JOBS)
+_GIVEN_UP = (DIVERGED, _TWO_JOBS)
 
 
 def run_experiment(experiment: Experiment, folder: Folder, only_scores: bool = False) -> int:
