@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from data_prep.flow.streams import from_extra, read_json
 from data_prep.flow.workers import bytes_bar
@@ -169,7 +171,7 @@ def _attempt(
             headers["If-Range"] = version
     passing = (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, ConnectionError, TimeoutError)
     try:
-        with requests.get(file.url, headers=headers, stream=True, timeout=patience.timeout) as response:
+        with _answer(file.url, headers, patience) as response:
             total, resumed = _accepted(file, partial, response)
             if total is not None and file.num_bytes not in (None, total):
                 raise DownloadFailed(
@@ -191,27 +193,43 @@ def _attempt(
                     out.write(content)
                     have += len(content)
                     advance(len(content))
-    except requests.exceptions.InvalidProxyURL as error:
-        raise DownloadFailed(f"{file.url}: the proxy of the environment has no valid address: {error}") from None
-    except (
-        requests.exceptions.InvalidURL,
-        requests.exceptions.InvalidSchema,
-        requests.exceptions.MissingSchema,
-    ) as error:
-        leads = isinstance(error, requests.exceptions.InvalidSchema) and re.match("https?://", file.url, re.IGNORECASE)
-        what = "leads to what is not" if leads else "is not"
-        raise DownloadFailed(
-            f"{file.url} {what} the address of a file: it must begin with http:// or https://"
-        ) from None
     except passing as error:
         amount = f"after {partial.size:,}" + (" bytes" if total is None else f" of {total:,} bytes")
         raise _Passing(f"the connection failed {amount}: {_plain(error)}") from error
-    except ValueError as error:  # of a redirection; UnicodeDecodeError is one
-        raise DownloadFailed(f"{file.url} leads to what is not the address of a file: {error}") from None
     if total is not None and have < total:
         raise _Passing(f"received only {have:,} of {total:,} bytes")
     if total is not None and have > total:  # such as the whole file, called a part
         raise _Passing(f"received {have:,} bytes, but the server has {total:,}", lost=partial.discard())
+
+
+def _answer(url: str, headers: dict[str, str], patience: Patience) -> Any:
+    """Return the server's answer, whose body is still to come.
+
+    Raises:
+        DownloadFailed: an address is none, also one that the server or the environment gives.
+    """
+    requests = from_extra("requests", "for downloads")
+    wrong, found = requests.exceptions, f"{url} is not the address of a file: it must begin with http:// or https://"
+    try:
+        return requests.get(url, headers=headers, stream=True, timeout=patience.timeout)
+    except wrong.InvalidProxyURL as error:
+        found = f"{url}: the proxy of the environment has no valid address: {error}"
+    except (wrong.InvalidURL, wrong.InvalidSchema, wrong.MissingSchema) as error:
+        if _is_address(url):
+            found = f"{url} leads to what is not the address of a file, or the environment's proxy is none: {error}"
+    except wrong.RequestException:
+        raise
+    except ValueError as error:  # of a redirection; UnicodeDecodeError is one
+        found = f"{url} leads to what is not the address of a file: {error}"
+    raise DownloadFailed(found)
+
+
+def _is_address(url: str) -> bool:
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        _ = parts.port  # raises an error if it is none
+        return parts.scheme in ("http", "https") and bool(parts.hostname)
+    return False
 
 
 def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int | None, bool]:

@@ -162,8 +162,9 @@ def months(text: str) -> list[tuple[str, str]]:
 
 def _filled(template: str, options: dict[str, str]) -> str:
     try:
-        if wide := [name for _, name, wanted, _ in Formatter().parse(template) if wanted]:
-            raise ValueError(f"{{{wide[0]}:...}} has a format")  # such as one of a billion spaces
+        for _, name, wanted, _ in Formatter().parse(template):
+            if wanted and ("{" in wanted or re.search(r"\d{3}", wanted)):  # such as a billion spaces
+                raise UserError(f"the address {template!r} pads {{{name}}} to more than 99 signs")
         return template.format(**options)
     except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"the address {template!r} has a placeholder without an option: {error}") from None

@@ -148,6 +148,7 @@ def read_source(path: Path) -> Source:
     try:
         content = read_text(path)
         row = tomllib.loads(content)
+        repr(row)  # a hexadecimal number may have more digits than Python prints
     except OSError as error:
         raise UserError(f"source file {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # bad UTF-8 or bad TOML
@@ -213,7 +214,7 @@ def _check_number(name: str, value: Any) -> None:
     if value < 0:
         raise _Wrong(f"{name!r} must be at least 0, not {value}")
     if value >= 2**63:
-        raise _Wrong(f"{name!r} must be below 2**63, not {value!r:.80}")
+        raise _Wrong(f"{name!r} must be below 2**63, not {value}")
 
 
 def is_checksum(text: str, algorithm: str) -> bool:

@@ -124,6 +124,8 @@ def _training_options(options: Mapping[str, Any], is_encoder: bool, path: Path) 
     if not isinstance(num_tokens, int):
         raise UserError(f"{path} is damaged: max_tokens is {num_tokens!r:.40}, not a whole number")
     add_bos = not is_encoder and start == Vocabulary.bos
+    if num_tokens < 1 + add_bos:
+        raise UserError(f"{path} is damaged: max_tokens must be at least {1 + add_bos}, got {num_tokens!r:.40}")
     # fairseq knows both types as architectures; a model that was built in transformers has no other name
     own = {"_name": options.get("arch") or MODEL_TYPES[is_encoder], "add_bos_token": add_bos}
     if is_encoder:

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         args.expert_parallel_size,
     )
     device = _device(args, place)
-    if args.nproc > 1:
+    if place is None and args.nproc > 1:
         return run_ranks([*this_program(), *args.words, "--nproc", "1"], args.nproc)
     trace = _trace_file(args.trace, layout)
     if trace is not None:
@@ -129,7 +129,7 @@ def _device(args: argparse.Namespace, place: Place | None) -> torch.device:
     visible = 0 if args.cpu else torch.cuda.device_count()
     if visible == 0:
         return torch.device("cpu")
-    if visible < args.nproc:
+    if place is None and visible < args.nproc:
         raise UserError(f"--nproc {args.nproc} on a machine with {visible} visible GPU(s): give fewer, or --cpu")
     return torch.device("cuda", 0 if place is None else device_index(place, visible))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ RESERVED = {
 #: options of the task masked_lm that choose the tokens and those that are masked, in validation as well
 _MASKING = frozenset((
     *("mask_prob", "leave_unmasked_prob", "random_token_prob", "freq_weighted_replacement", "mask_multiple_length"),
-    *("mask_stdev", "shorten_method", "shorten_data_split_list"),
+    *("mask_stdev", "mask_whole_words", "skip_masking"),
 ))  # fmt: skip
 WHERE = ("local", "slurm")
 TEXT_SOURCES = ("python",)
@@ -159,14 +160,26 @@ def _check_tasks(experiment: Experiment) -> None:
             "losses are of different tasks and cannot be compared"
         )
     given = [{**experiment.recipe, **one.overrides, **one.recipe} for one in experiment.models]
-    unlike = [name for name in _MASKING if len({shown(own.get(name)) for own in given}) > 1]
-    if experiment.tuning and experiment.tuning.option in _MASKING:
-        unlike.append(experiment.tuning.option)
-    if encoders and unlike:
+    if experiment.matching:
+        given.append(experiment.recipe)
+    if tuning := experiment.tuning:
+        given = [{**own, tuning.option: value} for own in given for value in tuning.values]
+    unlike = [name for name in _MASKING if encoders and len({shown(own.get(name)) for own in given}) > 1]
+    shortened = sorted({_shortened(own, experiment.evaluation.subsets) for own in given})
+    if len(shortened) > 1:
+        unlike.append("shorten_method" if shortened[0][0] != shortened[-1][0] else "shorten_data_split_list")
+    if unlike:
         raise UserError(
             f"{experiment.path}: {min(unlike)} decides what is validated on: it must be the same for all runs, as in "
             "recipe"
         )
+
+
+def _shortened(own: dict[str, Any], subsets: Sequence[str]) -> tuple[str, ...]:
+    """Return how texts are shortened that a run is validated on, and of which splits."""
+    method, splits = str(own.get("shorten_method") or "none"), str(own.get("shorten_data_split_list") or "")
+    wanted = [subset for subset in subsets if not splits or subset in splits.split(",")]
+    return (method, *wanted) if method != "none" and wanted else ("none",)
 
 
 def _check_numbers(experiment: Experiment) -> None:

@@ -104,7 +104,7 @@ def toeplitz_matrices(w_hL: Tensor, num_tokens: int) -> Tensor:
         (h, n, n).
 
     Raises:
-        UserError: n is more than T, or w has an even length.
+        UserError: n is more than T, or there are tokens and w has an even length.
     """
     if not is_traced() and num_tokens and w_hL.size(1) % 2 == 0:  # of no tokens, w may be empty
         raise UserError(f"w_hL must have 2T - 1 numbers for each head, got {w_hL.size(1)}")

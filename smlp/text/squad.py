@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import string
 import zipfile
@@ -31,10 +32,6 @@ _ARRAYS = (
     "answer_tokens",
 )
 _LISTS = ("contexts", "ids", "answers")
-_DAMAGE = (
-    *(OSError, EOFError, ValueError, TypeError, LookupError, RecursionError, zipfile.BadZipFile),
-    MemoryError,  # for an array as large as its header says
-)
 
 
 @dataclass(frozen=True)
@@ -89,11 +86,10 @@ class SquadSplit:
         check_recorded(folder / split, suffixes=("npz", "json"))
         try:
             with np.load(arrays_path, allow_pickle=False) as arrays:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in arrays.zip.infolist()):
-                    raise ValueError("its arrays are compressed")  # zeros of a thousand times its size may be in it
+                _check_sizes(arrays.zip, arrays_path.stat().st_size)
                 found = cls(**{name: arrays[name] for name in _ARRAYS}, **json.loads(read_text(texts_path)))
             found._check(vocab_size)
-        except _DAMAGE as error:
+        except (OSError, EOFError, ValueError, TypeError, LookupError, zipfile.BadZipFile, RecursionError) as error:
             raise UserError(
                 f"{arrays_path} and {texts_path.name} beside it are damaged, or not from 'smlp data squad' ({error})"
             ) from None
@@ -141,6 +137,18 @@ class SquadSplit:
             raise ValueError("a token ends before it begins")
         if len(self.answers) != num_questions or not num_questions:
             raise ValueError(f"{num_questions} ids, {len(self.answers)} answers")
+
+
+def _check_sizes(archive: zipfile.ZipFile, num_bytes: int) -> None:
+    """Refuse arrays that are larger than their file, before they are made."""
+    for entry in archive.infolist():
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("its arrays are compressed")
+        with archive.open(entry) as file:
+            np.lib.format.read_magic(file)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        if (wanted := math.prod(shape) * dtype.itemsize) > min(entry.file_size, num_bytes):
+            raise ValueError(f"{entry.filename} should have {wanted:,} bytes, but is shorter")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from timm.data import resolve_data_config
 from timm.models import clean_state_dict
 from timm.models import load_state_dict as read_safetensors
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from smlp.checkpoint.torch_file import OtherClassError, check_records, is_archive, read_structure
 from smlp.errors import UserError, out_of_memory
@@ -90,7 +91,7 @@ def create_model(args: Namespace) -> nn.Module:
         )
     except UserError:
         raise
-    except (TypeError, AssertionError, ValueError, RuntimeError) as error:
+    except (TypeError, AssertionError, ValueError, RuntimeError, LookupError, ArithmeticError) as error:
         reason = out_of_memory(error) or str(error).partition("\n")[0]  # torch adds its C++ stack
         raise UserError(f"--model {args.model} does not take these settings: {reason}") from None
     _check_patches(model, args)
@@ -192,7 +193,7 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
     if args.img_size is None:
         raise UserError("--change-resolution needs --img-size, the size to change to")
     args.model_kwargs = {name: value for name, value in args.model_kwargs.items() if name != "img_size"}
-    model = _outline(args)
+    model = _outline(args, checkpoint, "the checkpoint")
     if not isinstance(model, ImageModel):
         raise UserError(f"--change-resolution is for smlp_mixer_* and smlp_gmlp_*, not for timm's {args.model}")
     averaged = checkpoint.get("state_dict_ema") if use_ema else None
@@ -206,13 +207,7 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
     return {"state_dict": state}
 
 
-def _outline(args: Namespace, **changed: Any) -> nn.Module:
-    """Return a model as the options say, but without weights: its tensors take no memory, however large they are."""
-    with torch.device("meta"):
-        return create_model(Namespace(**{**vars(args), "pretrained": False, **changed}))
-
-
-_DEPTH = re.compile("depth|layers|blocks")  # in the names of settings of a model that make it deep
+_DEPTH = re.compile("depth|layers|block_config|blocks|stages|k_sec")  # in names of settings that make a model deep
 
 
 def _whole_numbers(value: Any) -> Iterator[int]:
@@ -224,16 +219,40 @@ def _whole_numbers(value: Any) -> Iterator[int]:
         yield value
 
 
+def _outline(args: Namespace, checkpoint: dict[str, Any], path: str) -> nn.Module:
+    """Return a model as the options say, without weights: its tensors take no memory, however large they are.
+
+    Raises:
+        UserError: they are many more than those of its checkpoint.
+    """
+    made, most = 0, len(checkpoint["state_dict"])
+    for name, value in ((name, value) for name, value in args.model_kwargs.items() if _DEPTH.search(name)):
+        if sum(map(abs, _whole_numbers(value))) > most:
+            raise UserError(f"{path} does not fit {args.model}: {name} is {value!r:.60}, and it has {most} tensors")
+
+    def count(*added: Any) -> None:
+        nonlocal made
+        made += 1
+        if made > 3 * most + 100:  # some are replaced, as those of heads
+            raise UserError(
+                f"{path} does not fit {args.model}: it has {most} tensors, and a model of its settings more"
+            )
+
+    counting = register_module_parameter_registration_hook(count)
+    try:
+        with torch.device("meta"):
+            return create_model(Namespace(**{**vars(args), "pretrained": False}))
+    finally:
+        counting.remove()
+
+
 def check_fit(checkpoint: dict[str, Any], path: str, args: Namespace, use_ema: bool = True) -> None:
     """Check that weights fit a model of the sizes that their checkpoint records, before it is made.
 
     Raises:
         UserError: they do not.
     """
-    for name, value in ((name, value) for name, value in args.model_kwargs.items() if _DEPTH.search(name)):
-        if sum(_whole_numbers(value)) > (most := len(checkpoint["state_dict"])):
-            raise UserError(f"{path} does not fit {args.model}: {name} is {value!r:.60}, and it has {most} tensors")
-    _fitting(_outline(args), checkpoint, path, args, use_ema)
+    _fitting(_outline(args, checkpoint, path), checkpoint, path, args, use_ema)
 
 
 def load_weights(

@@ -48,6 +48,7 @@ from smlp.experiments.report.table import (
     label,
     mean_cell,
 )
+from smlp.experiments.spec import path_word
 from smlp.experiments.yaml_file import Section, read_yaml, shown
 from smlp.fairseq_compat.arguments import without_options
 from smlp.files import check_no_other, read_text, write_whole
@@ -221,7 +222,7 @@ class _RunChain(Chain):
         words = [*this_program(), "vision", "train", *self.words]
         if found:  # timm removes the last one before it puts another in its place
             newest = found[0] if found[0].name == LAST else max(found, key=lambda path: path.stat().st_mtime)
-            words = [*without_options(words, "--initial-checkpoint"), "--resume", str(newest)]
+            words = [*without_options(words, "--initial-checkpoint"), "--resume", path_word(newest)]
             words = [word for word in words if word != "--change-resolution"]
         else:  # it ended while the first one was written, after its row of the summary
             (self.folder / SUMMARY).unlink(missing_ok=True)

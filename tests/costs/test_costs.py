@@ -365,6 +365,9 @@ def test_ranks_of_a_launcher_start_no_more(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main.main([*TINY, "--nproc", "2"]) == 1
     assert "--nproc 2, but" in capsys.readouterr().err
+    measured = []
+    monkeypatch.setattr("smlp.cli.costs._measure", lambda args, config, place, *rest: measured.append(place.rank))
+    assert main.main([*TINY, "--nproc", "4"]) == 0 and measured == [1]
 
 
 def test_a_rank_without_the_others_gives_up():

@@ -294,7 +294,7 @@ def test_no_server_and_no_address(tmp_path, monkeypatch):
         download(RemoteFile("corpora/a.bin", "a.bin"), tmp_path / "a.bin", QUICK)
     with serving() as leading:
         leading.files["a.bin"] = CONTENT
-        for place in ("ftp://127.0.0.1/b.bin", "http://["):
+        for place in ("ftp://127.0.0.1/b.bin", "http://[", "http://h:abc/"):
             leading.faults["a.bin"] = status(302, Location=place)
             with pytest.raises(DownloadFailed, match="leads to what is not the address of a file"):
                 download(RemoteFile(leading.url("a.bin"), "a.bin"), tmp_path / "a.bin", QUICK)

@@ -95,6 +95,7 @@ def test_what_a_user_gets_wrong(words, message, capsys, tmp_path, monkeypatch):
     [
         ("format =", "is not TOML"),
         ("a = " + "[" * 50_000, "is not TOML"),
+        (f'paths = ["a"]\n[size]\nbytes = 0x{"f" * 5000}', "is not TOML: Exceeds the limit"),
         (f'paths = ["a"]\n[size]\nbytes = {"9" * 400}', "'size.bytes' must be below 2\\*\\*63, not 999"),
         ('format = "txt"', "exactly one of 'files', 'listing', 'hub' and 'paths' .* there is none"),
         ('form = "txt"', "unknown field 'form'; there are name, title"),
@@ -275,8 +276,10 @@ def test_what_a_source_says_writes_no_lines_on_the_terminal(tmp_path, capsys):
 
 
 def test_an_address_of_a_billion_spaces_is_refused():
-    with pytest.raises(UserError, match=r"has a placeholder without an option: \{x:\.\.\.\} has a format"):
-        _filled("http://x/{x:>3000000000}", {"x": "1"})
+    for width in ("3000000000", "{width}"):
+        with pytest.raises(UserError, match=r"/\{x:>.*' pads \{x\} to more than 99 signs$"):
+            _filled(f"http://x/{{x:>{width}}}", {"x": "1", "width": "3000000000"})
+    assert _filled("http://x/{x:0>5}/{date:.4}", {"x": "1", "date": "20240101"}) == "http://x/00001/2024"
 
 
 def test_what_is_no_address_is_named():

@@ -283,6 +283,24 @@ MISTAKES |= {
         FILE[: FILE.index("  gMLP")] + _ENCODER + "  B: {arch: bert_mlm_tiny, recipe: {shorten_method: truncate}}\n",
         r"small.yaml: shorten_method decides what is validated on: it must be the same for all runs, as in recipe$",
     ),
+    "models of next tokens that are": (
+        FILE.replace("recipe: {lr: 1.0e-3}", "recipe: {shorten_method: truncate}"),
+        r"small.yaml: shorten_method decides what is validated on",
+    ),
+    "tuned shortening": (
+        FILE + "tune: {tokens: 50k, shorten_method: [none, truncate]}\n",
+        r"small.yaml: shorten_method decides what is validated on",
+    ),
+    "one of two splits shortened": (
+        FILE.replace("sync: true", "shorten_method: truncate")
+        .replace("{arch: gmlp_lm_tiny}", "{arch: gmlp_lm_tiny, recipe: {shorten_data_split_list: 'train,valid'}}")
+        .replace("recipe: {lr: 1.0e-3}", "recipe: {shorten_data_split_list: train}"),
+        r"small.yaml: shorten_method decides what is validated on",
+    ),
+    "whole words": (
+        FILE[: FILE.index("  gMLP")] + _ENCODER + "  B: {arch: bert_mlm_tiny, recipe: {mask_whole_words: true}}\n",
+        r"small.yaml: mask_whole_words decides what is validated on",
+    ),
     "tuned masks": (
         FILE[: FILE.index("  gMLP")] + _ENCODER + "tune: {tokens: 50k, mask_stdev: [0.1, 0.2]}\n",
         r"small.yaml: mask_stdev decides what is validated on",
@@ -295,6 +313,11 @@ def test_mistakes_are_named(tmp_path, mistake):
     text, message = MISTAKES[mistake]
     with pytest.raises(UserError, match=message):
         read(tmp_path, text)
+
+
+@pytest.mark.parametrize("own", ["shorten_method: none", "shorten_method: truncate, shorten_data_split_list: train"])
+def test_a_model_may_shorten_what_it_is_trained_on(tmp_path, own):
+    assert len(read(tmp_path, FILE.replace("recipe: {lr: 1.0e-3}", f"recipe: {{{own}}}")).models) == 2
 
 
 def test_all_encoders_may_have_masks_of_their_own(tmp_path):

@@ -110,6 +110,13 @@ def test_an_encoder_may_have_other_blocks_than_its_architecture(asked, tmp_path)
     assert "--dense-block gmlp" in " ".join(plan.words(plan.runs()[0], tmp_path))
 
 
+def test_data_named_like_an_option_are_a_path(asked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_data(Path("-sst"))
+    plan = asked(data="./-sst")
+    assert plan.words(plan.runs()[0], tmp_path)[0] == "./-sst"
+
+
 def test_every_value_can_be_given(asked):
     plan = asked(
         *("--lr", "1e-4", "3e-4", "--batch-size", "8", "--epochs", "3", "--seeds", "7", "--warmup", "0"),

@@ -255,6 +255,9 @@ def test_ranks_that_were_started_differently_are_refused(tiny_data, tmp_path, ru
         r"rank 1 has --restore-file other.pt where rank 0 has checkpoint_last.pt: start": (
             *(tiny_data, "--restore-file", tmp_path / "other.pt"),
         ),
+        r"rank 1 has --data-order-file a file where rank 0 has None: start": (
+            *(tiny_data, "--data-order-file", tmp_path / "order.jsonl"),
+        ),
         "": (tiny_data, "--num-workers", 0, "--no-progress-bar"),  # which may
     }
     older = in_older_format(tiny_data, tmp_path / "older")

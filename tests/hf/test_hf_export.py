@@ -329,6 +329,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch):
     for change, words in (
         ({"model_type": "gpt2"}, "is of another kind of model (model_type 'gpt2')"),
         ({"max_tokens": None}, "max_tokens is None, not a whole number"),
+        ({"max_tokens": 0}, "config.json is damaged: max_tokens must be at least 1, got 0"),
         ({"ffn_dim": 64}, "does not fit its configuration"),
         ({"router": "none"}, "router must be one of"),
         ({"router": None}, "config.json is damaged: router is null"),

@@ -149,6 +149,10 @@ def test_jobs_have_one_name_if_they_have_one_save_dir(user) -> None:
         run(user, SUBMIT, "--nodes", 1, "--gpus-per-node", 1, "--", "data", "--save-dir", save_dir)
     one, same, other = (next(w for w in words if "--job-name" in w) for words in noted(user, "sbatch"))
     assert one == same != other and one.startswith("--job-name=smlp-a-")
+    for save_dir in ("-a", "-b"):  # names like options
+        run(user, SUBMIT, "--nodes", 1, "--gpus-per-node", 1, "--logs=-l", "--", "data", f"--save-dir={save_dir}")
+    *_, one, other = (next(w for w in words if "--job-name" in w) for words in noted(user, "sbatch"))
+    assert one != other and one.startswith("--job-name=smlp--a-")
 
 
 def test_a_dry_run_submits_nothing(user) -> None:

@@ -13,7 +13,7 @@ from running import REPOSITORY
 from data_prep.images import fetch
 from smlp.cli.main import main
 from smlp.errors import UserError
-from smlp.vision.compare import check_equal_flops
+from smlp.vision.compare import _RunChain, check_equal_flops
 
 EXAMPLES = REPOSITORY / "examples" / "vision"
 TINY = """
@@ -162,6 +162,15 @@ def test_a_mixer_whose_resolution_is_changed_is_counted_with_its_wider_network(d
     assert said[0] != said[1] == said[2] and "they may differ by 3%" in said[2]
     with pytest.raises(UserError, match="an image costs 1,029 FLOPs in b and 971 in c: they may differ by 3%"):
         check_equal_flops({"a": {"flops": 1000}, "b": {"flops": 1029}, "c": {"flops": 971}})
+
+
+def test_a_run_below_a_folder_named_like_an_option_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    last = Path("-out", "a-s1", "last.pth.tar")
+    last.parent.mkdir(parents=True)
+    last.touch()
+    step = _RunChain(last.parent, [], threads=1, failed=[]).next_step(0)
+    assert step.command[-2:] == ["--resume", f"./{last}"]
 
 
 def test_an_interrupted_run_is_resumed_and_a_failed_one_named(digits, tmp_path, in_process, capsys):

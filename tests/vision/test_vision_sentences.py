@@ -564,6 +564,25 @@ def test_recorded_sizes_take_no_memory(digits, trained, capsys, tmp_path):
         assert f"{path} does not fit smlp_mixer_tiny: " in line
 
 
+@pytest.mark.parametrize(
+    ("model", "kwargs"),
+    [
+        ("densenet121", {"block_config": (10**8, 1, 1, 1)}),
+        ("dpn48b", {"k_sec": (3, 10**8, 6, 3)}),
+        ("resnet50", {"layers": [10**8, -(10**8) - 5, 1, 1]}),
+        ("hiera_tiny_224", {"stages": (1, 10**8, 1, 1)}),
+        ("vit_tiny_patch16_224", {}),  # of some hundred tensors
+    ],
+)
+def test_recorded_depths_take_no_time(model, kwargs):
+    from smlp.vision.checkpoints import check_fit
+
+    sizes = {"in_chans": 3, "num_classes": 10, "img_size": None, "drop": 0.0, "drop_path": None, "device_modules": None}
+    args = argparse.Namespace(model=model, model_kwargs=kwargs, pretrained=False, **sizes)
+    with pytest.raises(UserError, match=rf"^a.pth does not fit {model}: .*it has 1 tensors"):
+        check_fit({"state_dict": {"a": torch.zeros(1)}}, "a.pth", args)
+
+
 def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
     path = tmp_path / "damaged.pth.tar"
     for name, value in (

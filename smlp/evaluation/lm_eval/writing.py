@@ -62,6 +62,11 @@ class WritingOrder:
         draws = given.get("do_sample", given.get("temperature", 0) > 0)
         if not isinstance(draws, bool):
             raise UserError(f"{task}: generation_kwargs has do_sample {draws!r}, which is neither true nor false")
+        if given.get("num_beams", 1) != 1 and given.get("do_sample"):
+            beam = f"beam={given['num_beams']}"
+            raise UserError(
+                f"{task}: generation_kwargs: {beam} does not sample tokens, so it cannot be combined with do_sample"
+            )
         max_tokens = next((given[name] for name in _MAX_TOKENS if name in given), _DEFAULT_MAX_TOKENS)
         return cls(max_tokens, tuple(text for text in stop if text), _method(given, draws))
 
