@@ -78,11 +78,12 @@ def _refuse_long_samples() -> None:
 
     @replacing(LanguageModelingTask, "eval_lm_dataloader")
     def eval_lm_dataloader(load: Any, self: Any, *rest: Any, max_positions: Any = None, **kw: Any) -> Any:
-        tokens = self.args.tokens_per_sample
-        if isinstance(max_positions, int) and tokens > max_positions:
+        tokens, longest = self.args.tokens_per_sample, longest_sample(self, max_positions)
+        if isinstance(longest, int) and tokens > longest:
+            start = "" if longest == max_positions else ", one of which is the start symbol"
             raise UserError(
                 f"--tokens-per-sample {tokens} is longer than the context of {max_positions} tokens that the model was "
-                "trained with"
+                f"trained with{start}"
             )
         return load(self, *rest, max_positions=max_positions, **kw)
 
@@ -95,6 +96,7 @@ def _refuse_long_samples() -> None:
         max_positions: Any = None,
         ignore_invalid_inputs: bool = False,
     ) -> Any:
+        max_positions = longest_sample(self, max_positions)
         limit = max_positions if isinstance(max_positions, int) else None
         sizes = getattr(dataset, "sizes", None)
         if isinstance(sizes, list) and len(sizes) == 1:  # of sentence_prediction
@@ -219,6 +221,14 @@ def _save_what_positions_depend_on() -> None:
                 f"the checkpoint was written in an epoch in the order of seed {seed}, and this run has {self.seed}: "
                 "some texts are seen twice in this epoch, or not at all; --reset-dataloader begins with the first epoch"
             )
+
+
+def longest_sample(task: Any, max_positions: Any) -> Any:
+    """Return fairseq's limit for the tokens of a sample, lowered where a start symbol is still to come before them."""
+    context = getattr(task, "model_context", None)  # of a model of this package
+    if not isinstance(max_positions, int) or context is None or not getattr(task.args, "add_bos_token", False):
+        return max_positions
+    return min(max_positions, context - 1)
 
 
 def check_lengths(lengths: numpy.ndarray, limit: int, options: Any, may_leave_out: bool) -> None:

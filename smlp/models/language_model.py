@@ -143,6 +143,7 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
         ranks = _ranks_for(config.num_experts if config.num_sparse_layers else 1, args)
         check_weights(config, ranks.layout.group_size)
         core = Decoder(config, ranks)
+        task.model_context = config.max_tokens  # by which samples are left out
         balance_routers(core, task.args.data, getattr(args, "train_subset", None) or "train")
         model = cls(LanguageModelDecoder(dictionary, core))
         model.experts = SpreadExperts.of(model, ranks)

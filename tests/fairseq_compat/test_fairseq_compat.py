@@ -327,6 +327,41 @@ def test_a_run_that_is_resumed_in_a_later_epoch_has_the_same_batches(applied, ad
     assert str(batches(1)) == str(batches(3))
 
 
+@pytest.mark.parametrize("start", [[], ["--add-bos-token"]])
+def test_lines_that_leave_no_room_for_the_start_symbol_are_left_out(tiny_data: Path, start: list[str]) -> None:
+    """fairseq's sizes are without it."""
+    from fairseq import tasks
+    from fairseq.data import ListDataset, MonolingualDataset
+
+    from smlp.fairseq_compat.command_line import training_configuration
+
+    words = [
+        str(tiny_data),
+        "--task",
+        "language_modeling",
+        "--arch",
+        "smlp_tiny",
+        "--embed-dim",
+        "16",
+        "--ffn-dim",
+        "16",
+    ]
+    cfg = training_configuration([*words, "--tokens-per-sample", "8", "--optimizer", "adam", *start])
+    task = tasks.setup_task(cfg.task)
+    model = task.build_model(cfg.model)
+    assert model.max_positions() == 8 + bool(start)
+    lengths = [7, 8, 9, 10]
+    texts = ListDataset([torch.full((length,), 5) for length in lengths])
+    lines = MonolingualDataset(texts, lengths, task.dictionary)
+    iterator = task.get_batch_iterator(
+        lines, max_sentences=1, max_positions=model.max_positions(), ignore_invalid_inputs=True
+    )
+    assert sorted(number for batch in iterator.frozen_batches for number in batch) == [0, 1]
+    task.args.tokens_per_sample = 9
+    with pytest.raises(UserError, match=r"--tokens-per-sample 9 is longer than the context of [89] tokens"):
+        task.eval_lm_dataloader(lines, max_positions=model.max_positions())
+
+
 @pytest.mark.parametrize(
     ("task", "some", "every"),
     [
