@@ -171,7 +171,7 @@ def train_byte_level(lines: Iterable[str], vocab_size: int) -> dict[str, bytes]:
 
 
 def given_byte_level(encoder_json: Path, vocab_bpe: Path) -> dict[str, bytes]:
-    """Return the files of an existing encoding, by name, as they are.
+    """Return the files of an existing encoding, by name, as they are, but for a line end after the last merge.
 
     Raises:
         UserError: one is missing, is not in GPT-2's format, or they do not fit each other.
@@ -179,7 +179,9 @@ def given_byte_level(encoder_json: Path, vocab_bpe: Path) -> dict[str, bytes]:
     ids, _ = read_byte_level(encoder_json, vocab_bpe)
     if sorted(ids.values()) != list(range(len(ids))):
         raise UserError(f"{encoder_json} has {len(ids)} pieces, but their ids are not 0 to {len(ids) - 1}")
-    return {ENCODER_JSON: read_bytes(encoder_json), VOCAB_BPE: read_bytes(vocab_bpe)}
+    merges = read_bytes(vocab_bpe)
+    # fairseq leaves out what stands after the last line end
+    return {ENCODER_JSON: read_bytes(encoder_json), VOCAB_BPE: merges if merges.endswith(b"\n") else merges + b"\n"}
 
 
 def padding_of(num_symbols: int, pad_to: int | None, pad_multiple: int) -> list[str]:
