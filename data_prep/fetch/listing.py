@@ -162,12 +162,14 @@ def months(text: str) -> list[tuple[str, str]]:
 
 def _filled(template: str, options: dict[str, str]) -> str:
     try:
-        for _, name, wanted, _ in Formatter().parse(template):
-            if wanted and ("{" in wanted or re.search(r"\d{3}", wanted)):  # such as a billion spaces
-                raise UserError(f"the address {template!r} pads {{{name}}} to more than 99 signs")
-        return template.format(**options)
+        formats = [(name, wanted) for _, name, wanted, _ in Formatter().parse(template) if wanted]
+        long = [name for name, wanted in formats if "{" in wanted or re.search(r"\d{3}", wanted)]
+        filled = "" if long else template.format(**options)
     except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"the address {template!r} has a placeholder without an option: {error}") from None
+    if long:  # such as one of a billion spaces
+        raise UserError(f"the address {template!r} has a format of {{{long[0]}}} with another placeholder or above 99")
+    return filled
 
 
 def _text(url: str, folder: Path, patience: Patience) -> str:

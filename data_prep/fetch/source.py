@@ -214,7 +214,7 @@ def _check_number(name: str, value: Any) -> None:
     if value < 0:
         raise _Wrong(f"{name!r} must be at least 0, not {value}")
     if value >= 2**63:
-        raise _Wrong(f"{name!r} must be below 2**63, not {value}")
+        raise _Wrong(f"{name!r} must be below 2**63, not {value!r:.80}")
 
 
 def is_checksum(text: str, algorithm: str) -> bool:

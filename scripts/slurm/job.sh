@@ -19,7 +19,7 @@ begin_job() {
     JOB="$SLURM_JOB_ID"
     [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || JOB="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
     RESTARTS="${SLURM_RESTART_COUNT:-0}"
-    [[ "$RESTARTS" =~ ^[0-9]+$ ]] || fail "SLURM_RESTART_COUNT is '$RESTARTS', not a number"
+    [[ "$RESTARTS" =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "SLURM_RESTART_COUNT is '$RESTARTS', not a number"
     MAX_RESTARTS="${SMLP_MAX_RESTARTS:-100}"
     [ -n "${SLURM_NTASKS:-}" ] || fail "SLURM_NTASKS is not set, so the number of ranks is unknown: give sbatch --ntasks-per-node"
     LOGS="${SMLP_LOGS:-$SLURM_SUBMIT_DIR/slurm-logs}/$JOB"
@@ -59,11 +59,13 @@ run_ranks() {
     say "training has ended"
 }
 
+# By $JOB: of an array, one task has the number of the array as its SLURM_JOB_ID, and stands for all with that.
+state_of_job() { squeue --noheader --jobs="$JOB" --format=%T; }
+
 requeue() {
     local state
     unset "${!SQUEUE_@}" # what the user sees of the queue
-    # By $JOB: of an array, one task has the number of the array as its SLURM_JOB_ID, and stands for all with that.
-    state="$(squeue --noheader --jobs="$JOB" --format=%T)"
+    state="$(state_of_job)" || state="$(sleep 2 && state_of_job)" || state="of unknown state (squeue failed twice)"
     if [ "$state" != RUNNING ]; then
         # cancelled, or Slurm requeues it itself
         say "training stopped; the job is ${state:-no longer in the queue}, so this script does not requeue it"

@@ -126,14 +126,15 @@ add_cpu() {
 plan_run() {
     # shellcheck disable=SC2046  # one word or none
     set_arguments "$RANKS" "${WORDS[@]}" $(add_cpu "${WORDS[@]}")
-    local plan save_dir
+    local plan save_dir folder
     check_run
     plan="$(rank_table)" || exit 1
     [ -z "$DRY_RUN" ] || echo "$plan"
     save_dir="$(value_of --save-dir checkpoints)"
     # The name identifies the folder: jobs with the same name do not run at the same time, so they cannot overwrite
     # each other's checkpoints.
-    NAME="smlp-$(basename -- "$save_dir")-$(realpath -m -- "$save_dir" | cksum | cut -d ' ' -f 1)"
+    folder="$(realpath -m -- "$save_dir")"
+    NAME="smlp-$(basename "$folder")-$(cksum <<<"$folder" | cut -d ' ' -f 1)"
     has_sbatch_option --job-name || SBATCH_OPTIONS+=("--job-name=$NAME")
     has_sbatch_option --dependency || SBATCH_OPTIONS+=(--dependency=singleton)
     SBATCH_OPTIONS+=("--output=$LOGS/%j.out")
@@ -180,13 +181,15 @@ plan_sweep() {
 }
 
 read_options "$@"
+[[ "$LOGS" != -* ]] || LOGS="./$LOGS" # commands would take it for an option
+[[ "$SWEEP" != -* ]] || SWEEP="./$SWEEP"
 set_ranks
 check_export
 source "$SMLP_ROOT/scripts/slurm/site.sh"
 export SMLP_LOGS
-SMLP_LOGS="$(realpath -m -- "$LOGS")"
+SMLP_LOGS="$(realpath -m "$LOGS")"
 [[ "$SMLP_LOGS" != *[%\\]* ]] || fail "the folder of logs $SMLP_LOGS has a % or \\ in its name, which sbatch does not take as it is"
-[ -n "$DRY_RUN" ] || mkdir -p -- "$LOGS" || fail "cannot make the folder $LOGS"
+[ -n "$DRY_RUN" ] || mkdir -p "$LOGS" || fail "cannot make the folder $LOGS"
 if [ -n "$SWEEP" ]; then
     plan_sweep
 else

@@ -11,8 +11,7 @@ trap : USR1 TERM # sent to each process of a task; the command handles them
 status=$?
 case $status in
 75 | $((128 + 10)) | $((128 + 15))) # it has saved, or SIGUSR1 or SIGTERM ended it before there was anything to save
-    echo "$status" >"$note"
-    exit 0
+    { echo "$status" >"$note"; } && exit 0 # without the note, it would pass for the end of the training
     ;;
 esac
 exit $status

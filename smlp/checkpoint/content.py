@@ -49,6 +49,10 @@ def progress_problems(state: Any, path: str | Path) -> list[str]:
     return problems
 
 
+#: moments that have their parameter's shape with every optimizer
+SHAPED_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+
+
 def moment_problems(state: Any, path: str | Path) -> list[str]:
     """Return what is wrong with the optimizer's state, one sentence for each parameter that lacks a moment.
 

@@ -13,7 +13,7 @@ from smlp.checkpoint.export import PREFIXES, new_history, new_state, safetensors
 from smlp.checkpoint.lazy import HeldTensor, LazyTensor
 from smlp.checkpoint.load import bytes_of, tokenizer_of
 from smlp.checkpoint.opened import Checkpoint, fit_problems
-from smlp.config import all_settings
+from smlp.config import all_settings, lost_settings
 from smlp.config.presets import FROM_TASK
 from smlp.errors import UserError, one_line
 from smlp.files import is_missing, plain_name, read_text, regular_file
@@ -115,6 +115,7 @@ def _training_options(options: Mapping[str, Any], is_encoder: bool, path: Path) 
     for name, value in settings.items():
         if value is None and known[name].default is not None:
             raise UserError(f"{path} is damaged: {name} is null")
+    settings |= {name: options[name] for name in lost_settings(options)}  # which are refused by name
     start = options.get("bos_token_id", Vocabulary.eos)
     if start not in (Vocabulary.bos, Vocabulary.eos) or isinstance(start, bool):
         raise UserError(f"{path}: bos_token_id must be {Vocabulary.bos} or {Vocabulary.eos}, got {start!r:.40}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from smlp.checkpoint.content import check_is_ours, config_of, moment_problems, progress_problems
+from smlp.checkpoint.content import SHAPED_MOMENTS, check_is_ours, config_of, moment_problems, progress_problems
 from smlp.checkpoint.export import is_export, prefix_of, read_export, read_safetensors
 from smlp.checkpoint.index import ExpertIndex
 from smlp.checkpoint.lazy import LazyTensor, is_finite
@@ -217,6 +217,7 @@ def _moment_problems(checkpoint: Checkpoint) -> list[str]:
             continue
         name, shape = parameters[number][0], tuple(parameters[number][1].shape)
         for moment, value in of_parameter.items():
-            if isinstance(value, LazyTensor) and len(value.shape) == len(shape) and value.shape != shape:
+            is_shaped = moment in SHAPED_MOMENTS or len(getattr(value, "shape", ())) == len(shape)
+            if isinstance(value, LazyTensor) and is_shaped and value.shape != shape:
                 problems.append(f"{checkpoint.path}: {moment} of {name} has shape {value.shape}, not {shape}")
     return problems

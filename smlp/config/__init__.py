@@ -9,6 +9,7 @@ from smlp.config.model import (
     all_settings,
     differences,
     flatten,
+    lost_settings,
     unflatten,
 )
 
@@ -21,5 +22,6 @@ __all__ = [
     "all_settings",
     "differences",
     "flatten",
+    "lost_settings",
     "unflatten",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -400,6 +400,15 @@ RETIRED_SETTINGS = ("overlap_chunks",)
 def all_settings() -> dict[str, dataclasses.Field[Any]]:
     """Return every setting by name: :data:`SETTINGS`, and those that registered routers and blocks define."""
     return SETTINGS | own_fields()
+
+
+def lost_settings(settings: Mapping[str, Any]) -> list[str]:
+    """Return those of the router and blocks that are chosen here which these, as they are registered, do not have."""
+    chosen = [settings.get(name) for name in ("router", "dense_block", "sparse_block")]
+    owners = {field.metadata["owner"] for field in own_fields().values()}
+    prefixes = tuple(f"{owner}_" for owner in owners if owner in chosen)
+    known = {*all_settings(), *RETIRED_SETTINGS}
+    return [name for name in settings if name not in known and name.startswith(prefixes)]
 
 
 def flatten(config: ModelConfig) -> dict[str, Any]:

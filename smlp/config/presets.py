@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
-from smlp.config import ModelConfig, all_settings, unflatten
+from smlp.config import ModelConfig, all_settings, lost_settings, unflatten
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
 
@@ -209,6 +209,8 @@ def from_training_options(arch: str, options: Mapping[str, Any], vocab_size: int
     settings = dict(PRESETS.get(arch, {}))
     given = {name: options[name] for name in all_settings() if options.get(name) is not None}
     settings |= {name: value for name, value in given.items() if name not in FROM_TASK}
+    for name in lost_settings({**options, **settings}):
+        raise UserError(f"unknown setting {name!r}: it is of another version of a router or block")
     own = {"vocab_size": vocab_size, "max_tokens": _context(options), "padding_idx": padding_idx}
     return unflatten(settings | own)
 

@@ -19,6 +19,7 @@ from omegaconf import open_dict
 from torch import nn
 
 from smlp.checkpoint.content import (
+    SHAPED_MOMENTS,
     damaged_moment,
     embedding_name,
     moment_fault,
@@ -54,8 +55,6 @@ logger = logging.getLogger(__name__)
 
 #: errors due to a checkpoint's content, as opposed to memory, disks and other ranks
 _OF_UNFITTING = (ValueError, TypeError, LookupError, AttributeError)
-#: moments that have their parameter's shape with every optimizer
-_SHAPED_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
 def apply() -> None:
@@ -227,7 +226,7 @@ def check_moments(path: str, trainer: Any) -> None:
         if not moments.get(parameter):
             without.append(name)
             continue
-        for kind in _SHAPED_MOMENTS & moments[parameter].keys():
+        for kind in SHAPED_MOMENTS & moments[parameter].keys():
             shape = getattr(moments[parameter][kind], "shape", None)
             if shape != parameter.shape:
                 raise UserError(

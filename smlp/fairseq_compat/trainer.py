@@ -10,11 +10,13 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
+from fairseq.logging import progress_bar
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.tasks.masked_lm import MaskedLMTask
 from fairseq.trainer import Trainer
@@ -121,7 +123,10 @@ class SparseTrainer(Trainer):
             if model.experts.names:
                 # A flat copy of all parameters cannot distinguish experts, and its moments would fit no other layout.
                 cfg.common.fp16_no_flatten_grads = True
-        check_half_precision(cfg, torch.cuda.is_available() and not cfg.common.cpu)
+        has_cuda = torch.cuda.is_available() and not cfg.common.cpu
+        check_half_precision(cfg, has_cuda)
+        if cfg.common.amp and not has_cuda:
+            logger.warning("--amp has no effect on a CPU: this run trains in float32")
 
     def _build_ema(self) -> None:
         super()._build_ema()
@@ -187,6 +192,8 @@ class SparseTrainer(Trainer):
             extra_state = super().load_checkpoint(
                 filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
             )
+        if self.get_num_updates():
+            _replace_later_points(self.get_num_updates())
         if self.cfg.ema.store_ema:  # fairseq counts updates between two steps of the averages from 0 in each process
             self.ema.update_freq_counter = self.get_num_updates() % max(self.cfg.ema.ema_update_freq, 1)
             if "ema" in (extra_state or {}):
@@ -400,3 +407,9 @@ class SparseTrainer(Trainer):
             logger.warning(f"{filename} is not written: it would lack the experts of the other ranks")
             return None
         return self.expert_saving.save(filename, extra_state)
+
+
+def _replace_later_points(num_updates: int) -> None:
+    """Let TensorBoard hide what an earlier run has written after these updates, which this one does again."""
+    if progress_bar.SummaryWriter is not None:
+        progress_bar.SummaryWriter = partial(progress_bar.SummaryWriter, purge_step=num_updates + 1)

@@ -143,7 +143,8 @@ class SparseMLPLanguageModel(FairseqLanguageModel):
         ranks = _ranks_for(config.num_experts if config.num_sparse_layers else 1, args)
         check_weights(config, ranks.layout.group_size)
         core = Decoder(config, ranks)
-        task.model_context = config.max_tokens  # by which samples are left out
+        # by which samples are left out; the smallest one of an ensemble
+        task.model_context = min(config.max_tokens, getattr(task, "model_context", config.max_tokens))
         balance_routers(core, task.args.data, getattr(args, "train_subset", None) or "train")
         model = cls(LanguageModelDecoder(dictionary, core))
         model.experts = SpreadExperts.of(model, ranks)

@@ -13,6 +13,7 @@ import json
 import math
 import re
 import string
+import tokenize
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class SquadSplit:
                 _check_sizes(arrays.zip, arrays_path.stat().st_size)
                 found = cls(**{name: arrays[name] for name in _ARRAYS}, **json.loads(read_text(texts_path)))
             found._check(vocab_size)
-        except (OSError, EOFError, ValueError, TypeError, LookupError, zipfile.BadZipFile, RecursionError) as error:
+        except (OSError, EOFError, ValueError, TypeError, LookupError, zipfile.BadZipFile, RuntimeError) as error:
             raise UserError(
                 f"{arrays_path} and {texts_path.name} beside it are damaged, or not from 'smlp data squad' ({error})"
             ) from None
@@ -141,12 +142,17 @@ class SquadSplit:
 
 def _check_sizes(archive: zipfile.ZipFile, num_bytes: int) -> None:
     """Refuse arrays that are larger than their file, before they are made."""
-    for entry in archive.infolist():
+    for name in _ARRAYS:
+        entry = archive.getinfo(f"{name}.npy")
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError("its arrays are compressed")
         with archive.open(entry) as file:
-            np.lib.format.read_magic(file)
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            if (version := np.lib.format.read_magic(file)) != (1, 0):
+                raise ValueError(f"{entry.filename} is of version {version}")
+            try:
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            except (MemoryError, tokenize.TokenError):  # of Python's parser
+                raise ValueError(f"the header of {entry.filename} is damaged") from None
         if (wanted := math.prod(shape) * dtype.itemsize) > min(entry.file_size, num_bytes):
             raise ValueError(f"{entry.filename} should have {wanted:,} bytes, but is shorter")
 

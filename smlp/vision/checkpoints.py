@@ -207,7 +207,9 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
     return {"state_dict": state}
 
 
-_DEPTH = re.compile("depth|layers|block_config|blocks|stages|k_sec")  # in names of settings that make a model deep
+#: in names of settings that make a model deep
+_DEPTH = re.compile("depth|layers|blocks|^(block_config|stages|k_sec)$")
+_MOST_PARAMETERS = 20_000  # of any model: timm's have fewer than 5,000
 
 
 def _whole_numbers(value: Any) -> Iterator[int]:
@@ -233,10 +235,8 @@ def _outline(args: Namespace, checkpoint: dict[str, Any], path: str) -> nn.Modul
     def count(*added: Any) -> None:
         nonlocal made
         made += 1
-        if made > 3 * most + 100:  # some are replaced, as those of heads
-            raise UserError(
-                f"{path} does not fit {args.model}: it has {most} tensors, and a model of its settings more"
-            )
+        if made > max(_MOST_PARAMETERS, 3 * most):  # some are replaced, as those of heads
+            raise UserError(f"{path} does not fit {args.model}: it has {most} tensors, a model of its settings more")
 
     counting = register_module_parameter_registration_hook(count)
     try:

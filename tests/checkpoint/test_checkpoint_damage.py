@@ -525,6 +525,10 @@ def test_verify_names_moments_that_cannot_be_used(whole: Path, capsys) -> None:
         said = f"{whole} is damaged: {moment} of parameter {name} {fault}; --reset-optimizer starts with new moments"
         assert said in refused(capsys, "verify", whole)
     assert smlp.load_pretrained(whole), "weights are whole"
+    before["last_optimizer_state"]["state"][3]["exp_avg"] = torch.zeros(3, 3, 3)
+    torch.save(before, whole)
+    said = f"{whole}: exp_avg of {name.removeprefix(PREFIX)} has shape (3, 3, 3), not ("
+    assert said in refused(capsys, "verify", whole)
 
 
 PART = "experts/update_6_8bc6f344/experts_0-3.pt"

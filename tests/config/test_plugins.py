@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from running import REPOSITORY, run_python
 from tiny_checkpoints import write_checkpoint
 
 import smlp
+from smlp.checkpoint.hf_folder import _training_options
 from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.upcycle import target_config, upcycled
 from smlp.cli import main
@@ -95,6 +97,20 @@ def test_upcycling_keeps_settings_of_own_blocks_and_refuses_what_it_does_not_kno
         target_config(open_checkpoint(path), "conv_moe_tiny", {})
     with pytest.raises(smlp.UserError, match="upcycling supports the routers hash, gshard, switch, base, not cosine"):
         target_config(open_checkpoint(path), "cosine_lm_tiny", {})
+
+
+def test_a_setting_that_a_router_no_longer_has_is_named(plugged_in, tmp_path):
+    """Its default would be another model."""
+    small = {name: value for name, value in SIZES.items() if name not in ("vocab_size", "max_tokens")}
+    path, _ = write_checkpoint(tmp_path, [f"w{i}" for i in range(9)], "cosine_lm_tiny", **small, num_heads=2)
+    assert open_checkpoint(path).config.router == "cosine"
+    state = torch.load(path, weights_only=False)
+    state["cfg"]["model"]["cosine_heat"] = 0.3
+    torch.save(state, path)
+    with pytest.raises(smlp.UserError, match=r"unknown setting 'cosine_heat': it is of another version of a router"):
+        open_checkpoint(path)
+    options = {"router": "cosine", "cosine_heat": 0.3, "max_tokens": 8}
+    assert "cosine_heat" in _training_options(options, False, Path("config.json"))
 
 
 def test_a_comparison_matches_families_of_ones_own(plugged_in, tmp_path):

@@ -166,6 +166,23 @@ def test_tensorboard_and_wandb_show_each_layer(tiny_data, tmp_path, monkeypatch)
     assert b"layer_1_tMoE/load_cv" in log.read_bytes() and b"train_inner/router_load_cv" in log.read_bytes()
 
 
+def test_a_resumed_run_replaces_later_points_of_tensorboard(tmp_path, monkeypatch):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from fairseq.logging import progress_bar
+
+    from smlp.fairseq_compat.trainer import _replace_later_points
+
+    monkeypatch.setattr(progress_bar, "SummaryWriter", progress_bar.SummaryWriter)  # put back afterwards
+    for first, last in ((1, 7), (5, 9)):
+        with progress_bar.SummaryWriter(str(tmp_path)) as writer:
+            for update in range(first, last + 1):
+                writer.add_scalar("loss", 0.5, update)
+        _replace_later_points(4)
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 10))
+
+
 @pytest.mark.parametrize(("option", "library"), [("tensorboard_logdir", "tensorboard"), ("wandb_project", "wandb")])
 def test_a_missing_library_is_named(option, library, monkeypatch):
     common = SimpleNamespace(tensorboard_logdir=None, wandb_project=None)

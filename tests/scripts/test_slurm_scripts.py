@@ -20,7 +20,7 @@ NOTE = '{ printf "%s\\0" "$(basename "$0")" "$@"; echo; } >> "$NOTES"\n'
 PROGRAMS = {
     "sbatch": 'echo "${SBATCH_SAYS:-42}"',
     "scontrol": 'exit "${SCONTROL_STATUS:-0}"',
-    "squeue": '[ -n "${SQUEUE_STATES:-}" ] || echo "${JOB_STATE:-RUNNING}"',
+    "squeue": '[ -z "${QUEUE_FAILS:-}" ] || exit 1; [ -n "${SQUEUE_STATES:-}" ] || echo "${JOB_STATE:-RUNNING}"',
     "smlp": 'eval "${SMLP_DOES:-}"',
     # one task after the other; srun's status is the highest of theirs
     "srun": 'worst=0; while [[ "$1" == -* ]]; do shift; done\n'
@@ -145,10 +145,12 @@ def test_other_names_of_gpus(user) -> None:
 
 
 def test_jobs_have_one_name_if_they_have_one_save_dir(user) -> None:
-    for save_dir in ("runs/a", "runs/../runs/a", "other/a"):
+    (user / "runs").mkdir()
+    (user / "runs" / "link").symlink_to("a")
+    for save_dir in ("runs/a", "runs/../runs/a", "runs/link", "other/a"):
         run(user, SUBMIT, "--nodes", 1, "--gpus-per-node", 1, "--", "data", "--save-dir", save_dir)
-    one, same, other = (next(w for w in words if "--job-name" in w) for words in noted(user, "sbatch"))
-    assert one == same != other and one.startswith("--job-name=smlp-a-")
+    one, *same, other = (next(w for w in words if "--job-name" in w) for words in noted(user, "sbatch"))
+    assert same == [one, one] != [other, other] and one.startswith("--job-name=smlp-a-")
     for save_dir in ("-a", "-b"):  # names like options
         run(user, SUBMIT, "--nodes", 1, "--gpus-per-node", 1, "--logs=-l", "--", "data", f"--save-dir={save_dir}")
     *_, one, other = (next(w for w in words if "--job-name" in w) for words in noted(user, "sbatch"))
@@ -284,6 +286,7 @@ def test_what_the_user_sees_of_the_queue_does_not_matter(user) -> None:
     ("variables", "message"),
     [
         ({"JOB_STATE": "COMPLETING"}, "the job is COMPLETING, so this script does not requeue it"),
+        ({"QUEUE_FAILS": "1"}, "the job is of unknown state (squeue failed twice), so this script does not"),
         ({"SLURM_RESTART_COUNT": "100"}, "the job has restarted 100 times and SMLP_MAX_RESTARTS allows no more"),
         ({"SLURM_RESTART_COUNT": "2", "SMLP_MAX_RESTARTS": "2"}, "has restarted 2 times"),
         ({"SMLP_MAX_RESTARTS": "0"}, "has restarted 0 times"),
@@ -292,6 +295,13 @@ def test_what_the_user_sees_of_the_queue_does_not_matter(user) -> None:
 def test_a_stopped_job_that_stays_away(user, variables, message) -> None:
     done = job(user, TRAIN, "data", SMLP_DOES="exit 75", **variables)
     assert done.rc == 75 and message in done.stdout
+    assert not noted(user, "scontrol")
+
+
+def test_a_stop_that_cannot_be_noted_is_no_end_of_the_training(user) -> None:
+    (user / "slurm-logs" / "7" / "stopped").mkdir(parents=True)  # in the place of the note
+    done = job(user, TRAIN, "data", SMLP_DOES="exit 75")
+    assert done.rc == 75 and "training failed with exit status 75" in done.stdout
     assert not noted(user, "scontrol")
 
 
@@ -350,6 +360,7 @@ def test_arguments_that_cannot_be_written_whole_are_not_kept(user) -> None:
         (["data"], {"SMLP_ROOT": "/nowhere"}, "/nowhere is not a clone of smlp: submit the job from a clone's folder"),
         (["data"], {"SMLP_MAX_RESTARTS": "often"}, "SMLP_MAX_RESTARTS is 'often', not a number"),
         (["data"], {"SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT is 'x', not a number"),
+        (["data"], {"SLURM_RESTART_COUNT": "08"}, "SLURM_RESTART_COUNT is '08', not a number"),
         (["data", "--reset-optimizer"], {}, "--reset-optimizer would apply again at every restart"),
         (["no.sh", "data", "runs"], {}, "there is no command file no.sh"),
     ],
@@ -447,6 +458,10 @@ def test_a_sweep_is_submitted_with_a_copy_of_its_list(user) -> None:
     assert quick.rc == 0 and quick.stdout.startswith("job 42") and len(noted(user, "smlp")) == 9
     assert "--array=1-4:2" in noted(user, "sbatch")[-1]
     assert [line for line in planned.stdout.splitlines() if line.startswith("run ")][1] == "run 2, plain:"
+    (user / "-list.txt").write_text(RUNS)
+    odd = ["--nodes", 1, "--gpus-per-node", 4, "--sweep=-list.txt", "--logs=-l", "--unchecked", "--", "data", "runs"]
+    assert run(user, SUBMIT, *odd).rc == 0
+    assert any(word.startswith("./-l/sweep-") for word in noted(user, "sbatch")[-1])
 
 
 @pytest.mark.parametrize(

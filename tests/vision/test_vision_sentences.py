@@ -574,13 +574,14 @@ def test_recorded_sizes_take_no_memory(digits, trained, capsys, tmp_path):
         ("vit_tiny_patch16_224", {}),  # of some hundred tensors
     ],
 )
-def test_recorded_depths_take_no_time(model, kwargs):
-    from smlp.vision.checkpoints import check_fit
+def test_recorded_depths_take_no_time(model, kwargs, monkeypatch):
+    from smlp.vision import checkpoints
 
+    monkeypatch.setattr(checkpoints, "_MOST_PARAMETERS", 100)
     sizes = {"in_chans": 3, "num_classes": 10, "img_size": None, "drop": 0.0, "drop_path": None, "device_modules": None}
     args = argparse.Namespace(model=model, model_kwargs=kwargs, pretrained=False, **sizes)
     with pytest.raises(UserError, match=rf"^a.pth does not fit {model}: .*it has 1 tensors"):
-        check_fit({"state_dict": {"a": torch.zeros(1)}}, "a.pth", args)
+        checkpoints.check_fit({"state_dict": {"a": torch.zeros(1)}}, "a.pth", args)
 
 
 def test_checkpoints_with_damaged_entries(digits, trained, capsys, tmp_path):
