@@ -13,11 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from data_prep.flow.streams import from_extra, read_json
 from data_prep.flow.workers import bytes_bar
@@ -209,27 +207,20 @@ def _answer(url: str, headers: dict[str, str], patience: Patience) -> Any:
         DownloadFailed: an address is none, also one that the server or the environment gives.
     """
     requests = from_extra("requests", "for downloads")
-    wrong, found = requests.exceptions, f"{url} is not the address of a file: it must begin with http:// or https://"
+    wrong, which = requests.exceptions, "is not the address of a file"
     try:
         return requests.get(url, headers=headers, stream=True, timeout=patience.timeout)
     except wrong.InvalidProxyURL as error:
         found = f"{url}: the proxy of the environment has no valid address: {error}"
     except (wrong.InvalidURL, wrong.InvalidSchema, wrong.MissingSchema) as error:
-        if _is_address(url):
-            found = f"{url} leads to what is not the address of a file, or the environment's proxy is none: {error}"
+        found = f"{url} {which}: it must begin with http:// or https://"
+        if re.match("https?://", url, re.IGNORECASE):
+            found = f"{url} {which}, leads to what is none, or the environment's proxy is none: {error}"
     except wrong.RequestException:
         raise
     except ValueError as error:  # of a redirection; UnicodeDecodeError is one
-        found = f"{url} leads to what is not the address of a file: {error}"
+        found = f"{url} leads to what {which}: {error}"
     raise DownloadFailed(found)
-
-
-def _is_address(url: str) -> bool:
-    with suppress(ValueError):
-        parts = urlsplit(url)
-        _ = parts.port  # raises an error if it is none
-        return parts.scheme in ("http", "https") and bool(parts.hostname)
-    return False
 
 
 def _accepted(file: RemoteFile, partial: _Partial, response: Any) -> tuple[int | None, bool]:

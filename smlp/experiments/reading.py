@@ -164,7 +164,7 @@ def _check_tasks(experiment: Experiment) -> None:
         given.append(experiment.recipe)
     if tuning := experiment.tuning:
         given = [{**own, tuning.option: value} for own in given for value in tuning.values]
-    unlike = [name for name in _MASKING if encoders and len({shown(own.get(name)) for own in given}) > 1]
+    unlike = [name for name in _MASKING if encoders and len({shown(own.get(name) or None) for own in given}) > 1]
     shortened = sorted({_shortened(own, experiment.evaluation.subsets) for own in given})
     if len(shortened) > 1:
         unlike.append("shorten_method" if shortened[0][0] != shortened[-1][0] else "shorten_data_split_list")

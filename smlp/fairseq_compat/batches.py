@@ -77,15 +77,15 @@ def _refuse_long_samples() -> None:
     from fairseq.tasks.language_modeling import LanguageModelingTask
 
     @replacing(LanguageModelingTask, "eval_lm_dataloader")
-    def eval_lm_dataloader(load: Any, self: Any, *rest: Any, max_positions: Any = None, **kw: Any) -> Any:
-        tokens, longest = self.args.tokens_per_sample, longest_sample(self, max_positions)
-        if isinstance(longest, int) and tokens > longest:
-            start = "" if longest == max_positions else ", one of which is the start symbol"
+    def eval_lm_dataloader(load: Any, self: Any, dataset: Any, *rest: Any, max_positions: Any = None, **kw: Any) -> Any:
+        tokens = self.args.tokens_per_sample + kw.get("context_window", 0)  # which fairseq has subtracted
+        if isinstance(max_positions, int) and tokens > longest_sample(self, dataset, max_positions):
+            start = ", one of which is the start symbol" if tokens == max_positions else ""
             raise UserError(
                 f"--tokens-per-sample {tokens} is longer than the context of {max_positions} tokens that the model was "
                 f"trained with{start}"
             )
-        return load(self, *rest, max_positions=max_positions, **kw)
+        return load(self, dataset, *rest, max_positions=max_positions, **kw)
 
     @replacing(FairseqTask, "filter_indices_by_size")
     def filter_indices_by_size(
@@ -96,15 +96,16 @@ def _refuse_long_samples() -> None:
         max_positions: Any = None,
         ignore_invalid_inputs: bool = False,
     ) -> Any:
-        max_positions = longest_sample(self, max_positions)
-        limit = max_positions if isinstance(max_positions, int) else None
+        has_start, limit = False, None
+        if isinstance(max_positions, int):
+            limit = longest_sample(self, dataset, max_positions)
+            has_start, max_positions = limit < max_positions, limit
         sizes = getattr(dataset, "sizes", None)
         if isinstance(sizes, list) and len(sizes) == 1:  # of sentence_prediction
             (sizes,) = sizes
         if limit is not None and isinstance(sizes, numpy.ndarray) and sizes.ndim == 1:
-            check_lengths(
-                sizes[indices], limit, getattr(self, "args", None) or self.cfg, may_leave_out=ignore_invalid_inputs
-            )
+            options = getattr(self, "args", None) or self.cfg
+            check_lengths(sizes[indices], limit, options, ignore_invalid_inputs, has_start)
         return leave_out(self, indices, dataset, max_positions, ignore_invalid_inputs)
 
 
@@ -223,15 +224,17 @@ def _save_what_positions_depend_on() -> None:
             )
 
 
-def longest_sample(task: Any, max_positions: Any) -> Any:
+def longest_sample(task: Any, dataset: Any, max_positions: int) -> int:
     """Return fairseq's limit for the tokens of a sample, lowered where a start symbol is still to come before them."""
     context = getattr(task, "model_context", None)  # of a model of this package
-    if not isinstance(max_positions, int) or context is None or not getattr(task.args, "add_bos_token", False):
-        return max_positions
-    return min(max_positions, context - 1)
+    parts = (dataset, getattr(dataset, "dataset", None))  # there may be earlier tokens as context around it
+    has_start = any(getattr(part, "add_bos_token", False) for part in parts)
+    return min(max_positions, context - 1) if context is not None and has_start else max_positions
 
 
-def check_lengths(lengths: numpy.ndarray, limit: int, options: Any, may_leave_out: bool) -> None:
+def check_lengths(
+    lengths: numpy.ndarray, limit: int, options: Any, may_leave_out: bool, has_start: bool = False
+) -> None:
     """Refuse samples that are too long where fairseq ends in a traceback.
 
     Args:
@@ -239,6 +242,7 @@ def check_lengths(lengths: numpy.ndarray, limit: int, options: Any, may_leave_ou
         limit: the smallest of the model's context and fairseq's limits.
         options: of the task; the message names those that it has.
         may_leave_out: some may be left out, as in training, but not all.
+        has_start: the limit leaves room for a start symbol.
 
     Raises:
         UserError: there are some that may not be left out, or nothing is left.
@@ -257,9 +261,9 @@ def check_lengths(lengths: numpy.ndarray, limit: int, options: Any, may_leave_ou
             else f"a larger {room} keeps them"
         )
     remedy += " (of sentences, --shorten-method truncate)" if hasattr(options, "shorten_method") else ""
+    room = f"{limit} tokens{' without the start symbol' if has_start else ''}"
     raise UserError(
-        f"{too_long:,} of {len(lengths):,} samples are longer than {limit} tokens, the longest has {lengths.max()}: "
-        f"{remedy}"
+        f"{too_long:,} of {len(lengths):,} samples are longer than {room}, the longest has {lengths.max()}: {remedy}"
     )
 
 

@@ -169,8 +169,7 @@ def check_same_on_all_ranks(cfg: Any) -> None:
     }
     for name in ("restore_file", "finetune_from_model", "continue_once"):  # each machine may have its own copy
         own[name] = str(given.get(name)).rpartition("/")[2]
-    for name in ("data_order_file", "router_health_file"):  # all ranks add to what one of them writes
-        own[name] = "a file" if given.get(name) else "None"
+    own["data_order_file"] = "a file" if given.get("data_order_file") else "None"  # all ranks add to what one writes
     options: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(options, own)
     for rank, other in enumerate(options):

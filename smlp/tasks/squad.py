@@ -151,6 +151,7 @@ class SquadTask(FairseqTask):
         super().__init__(cfg)
         self.dictionary = dictionary
         self._splits: list[tuple[str, SquadSplit]] = []
+        self._answered: set[str] = set()  # splits whose answers are written
         self._scored: tuple[torch.Tensor, SquadScores] | None = None
 
     @classmethod
@@ -190,10 +191,16 @@ class SquadTask(FairseqTask):
 
         Raises:
             UserError: its files are missing or damaged, a window has no room for a question, or its answers cannot be
-                written.
+                written, as those of two splits into one file.
         """
         is_trained_on = "data_selector" in unused  # which fairseq gives for the training data alone
         if self.cfg.predictions_file and not is_trained_on:
+            self._answered.add(split)
+            if _SUBSET not in self.cfg.predictions_file and len(self._answered) > 1:
+                raise UserError(
+                    f"--predictions-file {self.cfg.predictions_file} cannot hold the answers of "
+                    f"{' and '.join(sorted(self._answered))}: write {_SUBSET} in its name"
+                )
             _check_predictions_file(self.cfg.predictions_file.replace(_SUBSET, split))
         found = SquadSplit.load(Path(self.cfg.data), split, len(self.dictionary))
         self.datasets[split] = SquadDataset(found, len(self._splits), self.cfg, self.dictionary)

@@ -177,11 +177,11 @@ def image_config(args: Namespace, model: nn.Module) -> dict[str, Any]:
     return config
 
 
-def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = True) -> dict[str, Any]:
+def at_resolution(checkpoint: dict[str, Any], path: str, args: Namespace, use_ema: bool = True) -> dict[str, Any]:
     """Return a checkpoint whose weights are converted to ``args.img_size``, as the papers do before fine-tuning.
 
     Args:
-        checkpoint: from :func:`read_checkpoint`; its weights over tokens say at which size it was trained.
+        checkpoint: from :func:`read_checkpoint`, at ``path``; its weights over tokens say at which size it was trained.
         args: what the model is to be; ``model_kwargs`` gets the hidden width over tokens of the larger Mixer, and
             loses the size of the training.
         use_ema: convert the moving average if there is one, instead of the weights themselves.
@@ -193,7 +193,7 @@ def at_resolution(checkpoint: dict[str, Any], args: Namespace, use_ema: bool = T
     if args.img_size is None:
         raise UserError("--change-resolution needs --img-size, the size to change to")
     args.model_kwargs = {name: value for name, value in args.model_kwargs.items() if name != "img_size"}
-    model = _outline(args, checkpoint, "the checkpoint")
+    model = _outline(args, checkpoint, path)
     if not isinstance(model, ImageModel):
         raise UserError(f"--change-resolution is for smlp_mixer_* and smlp_gmlp_*, not for timm's {args.model}")
     averaged = checkpoint.get("state_dict_ema") if use_ema else None
@@ -212,12 +212,12 @@ _DEPTH = re.compile("depth|layers|blocks|^(block_config|stages|k_sec)$")
 _MOST_PARAMETERS = 20_000  # of any model: timm's have fewer than 5,000
 
 
-def _whole_numbers(value: Any) -> Iterator[int]:
+def _numbers(value: Any) -> Iterator[float]:
     """Yield those in a value, and in lists of lists."""
     if isinstance(value, list | tuple):
         for one in value:
-            yield from _whole_numbers(one)
-    elif isinstance(value, int):
+            yield from _numbers(one)
+    elif isinstance(value, int | float):
         yield value
 
 
@@ -229,7 +229,7 @@ def _outline(args: Namespace, checkpoint: dict[str, Any], path: str) -> nn.Modul
     """
     made, most = 0, len(checkpoint["state_dict"])
     for name, value in ((name, value) for name, value in args.model_kwargs.items() if _DEPTH.search(name)):
-        if sum(map(abs, _whole_numbers(value))) > most:
+        if not sum(map(abs, _numbers(value))) <= most:  # which NaN is not
             raise UserError(f"{path} does not fit {args.model}: {name} is {value!r:.60}, and it has {most} tensors")
 
     def count(*added: Any) -> None:

@@ -157,7 +157,7 @@ def options_of(comparison: Comparison, words: list[str], parse: Callable[[list[s
     """Return what ``parse`` makes of a model's words, with the width of the larger network of --change-resolution."""
     args = parse([f"--data-dir={comparison.data}", *comparison.options, *words])
     if args.initial_checkpoint and args.change_resolution:
-        at_resolution(read_checkpoint(args.initial_checkpoint), args)
+        at_resolution(read_checkpoint(args.initial_checkpoint), args.initial_checkpoint, args)
     return args
 
 

@@ -114,7 +114,7 @@ def model_of(args: Namespace, checkpoint: dict[str, Any] | None = None) -> nn.Mo
         args.num_classes = checkpoint["state_dict"].get("head.bias", torch.empty(0)).numel() or None
     args.pretrained, args.drop, args.drop_path = False, None, None
     if getattr(args, "change_resolution", False):
-        checkpoint = at_resolution(checkpoint, args, use_ema=not args.no_ema)
+        checkpoint = at_resolution(checkpoint, args.checkpoint, args, use_ema=not args.no_ema)
     check_fit(checkpoint, args.checkpoint, args, use_ema=not args.no_ema)
     model = create_model(args)
     load_weights(model, checkpoint, args.checkpoint, args, use_ema=not args.no_ema)

@@ -259,7 +259,7 @@ class Training:
             check_fit(checkpoint, args.resume, args, use_ema=False)
         initial = read_checkpoint(args.initial_checkpoint) if args.initial_checkpoint else None
         if initial is not None and args.change_resolution:
-            initial = at_resolution(initial, args)
+            initial = at_resolution(initial, args.initial_checkpoint, args)
         timm.utils.random_seed(args.seed)
         self.model = create_model(args).to(device)
         if args.grad_checkpointing:

@@ -315,6 +315,11 @@ def test_mistakes_are_named(tmp_path, mistake):
         read(tmp_path, text)
 
 
+def test_what_is_the_default_is_no_other_mask(tmp_path):
+    own = "  B: {arch: bert_mlm_tiny, recipe: {mask_whole_words: false}}\n"
+    assert len(read(tmp_path, FILE[: FILE.index("  gMLP")] + _ENCODER + own).models) == 2
+
+
 @pytest.mark.parametrize("own", ["shorten_method: none", "shorten_method: truncate, shorten_data_split_list: train"])
 def test_a_model_may_shorten_what_it_is_trained_on(tmp_path, own):
     assert len(read(tmp_path, FILE.replace("recipe: {lr: 1.0e-3}", f"recipe: {{{own}}}")).models) == 2

@@ -335,31 +335,28 @@ def test_lines_that_leave_no_room_for_the_start_symbol_are_left_out(tiny_data: P
 
     from smlp.fairseq_compat.command_line import training_configuration
 
-    words = [
-        str(tiny_data),
-        "--task",
-        "language_modeling",
-        "--arch",
-        "smlp_tiny",
-        "--embed-dim",
-        "16",
-        "--ffn-dim",
-        "16",
-    ]
+    words = [str(tiny_data), "--task", "language_modeling", "--arch", "smlp_tiny", "--embed-dim", "16"]
     cfg = training_configuration([*words, "--tokens-per-sample", "8", "--optimizer", "adam", *start])
     task = tasks.setup_task(cfg.task)
     model = task.build_model(cfg.model)
     assert model.max_positions() == 8 + bool(start)
     lengths = [7, 8, 9, 10]
     texts = ListDataset([torch.full((length,), 5) for length in lengths])
-    lines = MonolingualDataset(texts, lengths, task.dictionary)
+    lines = MonolingualDataset(texts, lengths, task.dictionary, add_bos_token=bool(start))
     iterator = task.get_batch_iterator(
         lines, max_sentences=1, max_positions=model.max_positions(), ignore_invalid_inputs=True
     )
     assert sorted(number for batch in iterator.frozen_batches for number in batch) == [0, 1]
-    task.args.tokens_per_sample = 9
-    with pytest.raises(UserError, match=r"--tokens-per-sample 9 is longer than the context of [89] tokens"):
-        task.eval_lm_dataloader(lines, max_positions=model.max_positions())
+    with pytest.raises(UserError, match=f"longer than 8 tokens{' without the start symbol' if start else ''}, the"):
+        task.filter_indices_by_size(lines.ordered_indices(), lines, model.max_positions())
+    for size, context in ((9, 0), (7, 2)):  # fairseq has subtracted the context
+        task.args.tokens_per_sample = size
+        with pytest.raises(UserError, match=r"--tokens-per-sample 9 is longer than the context of [89] tokens"):
+            task.eval_lm_dataloader(lines, max_positions=model.max_positions(), context_window=context)
+    whole = task.build_dataset_for_inference([torch.tensor([5] * (7 + bool(start)) + [2])], [8 + bool(start)])
+    assert task.get_batch_iterator(whole, max_sentences=1, max_positions=model.max_positions()).frozen_batches, (
+        "of texts to continue, the size has the start symbol"
+    )
 
 
 @pytest.mark.parametrize(

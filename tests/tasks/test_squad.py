@@ -235,6 +235,10 @@ def test_wrong_options_and_data_are_one_sentence(data, tmp_path):
     task.load_dataset("valid1", data_selector=None)  # as fairseq loads what it trains on, whose answers nobody writes
     with pytest.raises(UserError, match=r"cannot write --predictions-file .*valid1/answers.json"):
         task.load_dataset("valid1")
+    task = task_on(data, predictions_file=str(tmp_path / "both.json"))
+    task.load_dataset("valid")
+    with pytest.raises(UserError, match=r"both.json cannot hold the answers of valid and valid1: write \{subset\} in"):
+        task.load_dataset("valid1")
     with pytest.raises(UserError, match=r"there is no file .*test\.npz"):
         task_on(data).load_dataset("test")
     with pytest.raises(UserError, match="--max-positions 8 leaves no room for a context"):

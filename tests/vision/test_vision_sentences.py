@@ -571,6 +571,7 @@ def test_recorded_sizes_take_no_memory(digits, trained, capsys, tmp_path):
         ("dpn48b", {"k_sec": (3, 10**8, 6, 3)}),
         ("resnet50", {"layers": [10**8, -(10**8) - 5, 1, 1]}),
         ("hiera_tiny_224", {"stages": (1, 10**8, 1, 1)}),
+        ("rexnet_100", {"depth_mult": 1e7}),
         ("vit_tiny_patch16_224", {}),  # of some hundred tensors
     ],
 )

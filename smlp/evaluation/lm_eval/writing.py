@@ -62,7 +62,7 @@ class WritingOrder:
         draws = given.get("do_sample", given.get("temperature", 0) > 0)
         if not isinstance(draws, bool):
             raise UserError(f"{task}: generation_kwargs has do_sample {draws!r}, which is neither true nor false")
-        if given.get("num_beams", 1) != 1 and given.get("do_sample"):
+        if given.get("num_beams", 1) > 1 and given.get("do_sample"):
             beam = f"beam={given['num_beams']}"
             raise UserError(
                 f"{task}: generation_kwargs: {beam} does not sample tokens, so it cannot be combined with do_sample"
