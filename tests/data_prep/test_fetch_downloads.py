@@ -296,7 +296,7 @@ def test_no_server_and_no_address(tmp_path, monkeypatch):
         leading.files["a.bin"] = CONTENT
         for place in ("ftp://127.0.0.1/b.bin", "http://[", "http://h:abc/"):
             leading.faults["a.bin"] = status(302, Location=place)
-            with pytest.raises(DownloadFailed, match="leads to what is (none|not the address of a file)"):
+            with pytest.raises(DownloadFailed, match=r"leads to what is (none|not the address of a file)"):
                 download(RemoteFile(leading.url("a.bin"), "a.bin"), tmp_path / "a.bin", QUICK)
         leading.faults["a.bin"] = status(416, Content_Range="bytes */0")  # to a request of no range
         with pytest.raises(DownloadFailed, match="the server did not resume where it was asked to"):
