@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from smlp.fairseq_compat.core import prefix_of
 from smlp.fairseq_compat.replacing import replacing
+from smlp.text.tokenizer import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +38,21 @@ def apply() -> None:
         if prefix not in told:
             told.add(prefix)
             logger.info("scoring positions from %d on: the first %d of each sample choose experts", prefix, prefix)
-        given = sample.get("start_indices") or [0] * target.size(0)
-        sample["start_indices"] = [max(int(start), prefix) for start in given]
+        given = [int(start) for start in sample.get("start_indices") or [0] * target.size(0)]
+        sample["start_indices"] = [max(start, prefix) for start in given]
         sample["ntokens"] = sum(
             int(row[start:].ne(self.pad).sum()) for row, start in zip(target, sample["start_indices"], strict=True)
         )
-        return generate(self, models, sample, **kw)
+        found = generate(self, models, sample, **kw)
+        if all(row[start] == Vocabulary.bos for row, start in zip(target, given, strict=True)):
+            for hypos, start in zip(found, given, strict=True):
+                if start < prefix:
+                    _put_start_back(hypos[0])
+        return found
+
+
+def _put_start_back(hypo: dict[str, Any]) -> None:
+    """Begin with the symbol of ``--add-bos-token``, which fairseq-eval-lm takes off before it counts."""
+    tokens, scores = hypo["tokens"], hypo["positional_scores"]
+    hypo["tokens"] = torch.cat([tokens.new_tensor([Vocabulary.bos]), tokens])
+    hypo["positional_scores"] = torch.cat([scores.new_zeros(1), scores])

@@ -6,6 +6,7 @@ import argparse
 import errno
 import io
 import logging
+import math
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -357,6 +359,41 @@ def test_lines_that_leave_no_room_for_the_start_symbol_are_left_out(tiny_data: P
     assert task.get_batch_iterator(whole, max_sentences=1, max_positions=model.max_positions()).frozen_batches, (
         "of texts to continue, the size has the start symbol"
     )
+
+
+@pytest.mark.parametrize(("break_mode", "context"), [("none", 0), ("eos", 0), ("none", 3)])
+def test_a_prefix_with_a_start_symbol_has_no_score(tiny_data: Path, break_mode: str, context: int) -> None:
+    """fairseq-eval-lm takes the symbol off each sample, as if it had been scored."""
+    from fairseq import tasks
+    from fairseq_cli.eval_lm import eval_lm
+
+    from smlp.fairseq_compat.command_line import training_configuration
+
+    words = [str(tiny_data), "--task", "language_modeling", "--arch", "smlp_partial_tiny", "--embed-dim", "16"]
+    words += ["--tokens-per-sample", "15", "--add-bos-token", "--sample-break-mode", break_mode]
+    cfg = training_configuration([*words, "--optimizer", "adam"])
+    task = tasks.setup_task(cfg.task)
+    model, prefix = task.build_model(cfg.model).eval(), 4
+    assert model.decoder.core.config.prefix_tokens == prefix
+    task.args.tokens_per_sample -= context  # as fairseq-eval-lm does
+    task.load_dataset("valid")
+
+    def batches() -> Any:
+        options = {"batch_size": 4, "max_positions": model.max_positions(), "context_window": context}
+        return task.eval_lm_dataloader(task.dataset("valid"), **options)
+
+    found = eval_lm(
+        [model], task.source_dictionary, batches(), target_dictionary=task.target_dictionary, remove_bos_token=True
+    )
+    scores = []
+    for sample in batches():
+        starts = sample.get("start_indices", [0] * len(sample["target"]))
+        with torch.no_grad():
+            logits = model(**sample["net_input"])[0].double().log_softmax(-1)
+        for row, target, start in zip(logits, sample["target"], starts, strict=True):
+            first = max(prefix, int(start) + 1)  # neither the start symbol nor the prefix
+            scores += [row[place, token].item() for place, token in enumerate(target) if place >= first and token != 1]
+    assert scores and found["loss"] == pytest.approx(-sum(scores) / len(scores) / math.log(2), rel=1e-5)
 
 
 @pytest.mark.parametrize(
