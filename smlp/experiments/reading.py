@@ -46,6 +46,7 @@ RESERVED = {
     "no_epoch_checkpoints": "nothing", "keep_interval_updates": "nothing", "max_sentences": "batch_size",
     "required_batch_size_multiple": "nothing", "batch_size_valid": "nothing", "max_sentences_valid": "nothing",
     "max_tokens_valid": "nothing", "disable_validation": "nothing", "max_valid_steps": "nothing",
+    "combine_valid_subsets": "evaluate.subsets",
     "no_last_checkpoints": "nothing", "no_save_optimizer_state": "nothing", "patience": "tokens or updates",
     "stop_time_hours": "tokens or updates", "stop_min_lr": "tokens or updates", "add_bos_token": "nothing",
     "sample_break_mode": "nothing", "reset_optimizer": "nothing", "reset_dataloader": "nothing",
@@ -165,9 +166,15 @@ def _check_tasks(experiment: Experiment) -> None:
     if tuning := experiment.tuning:
         given = [{**own, tuning.option: value} for own in given for value in tuning.values]
     unlike = [name for name in _MASKING if encoders and len({shown(own.get(name) or None) for own in given}) > 1]
-    shortened = sorted({_shortened(own, experiment.evaluation.subsets) for own in given})
+    shortened = {_shortened(own, experiment.evaluation.subsets) for own in given}
+    if others and shortened != {()}:
+        raise UserError(
+            f"{experiment.path}: shorten_method shortens what language models are validated on, but the scores are of "
+            "whole texts: leave it out, or give shorten_data_split_list: train"
+        )
     if len(shortened) > 1:
-        unlike.append("shorten_method" if shortened[0][0] != shortened[-1][0] else "shorten_data_split_list")
+        methods = {shown(own.get("shorten_method") or "none") for own in given}
+        unlike.append("shorten_method" if len(methods) > 1 else "shorten_data_split_list")
     if unlike:
         raise UserError(
             f"{experiment.path}: {min(unlike)} decides what is validated on: it must be the same for all runs, as in "
@@ -179,7 +186,7 @@ def _shortened(own: dict[str, Any], subsets: Sequence[str]) -> tuple[str, ...]:
     """Return how texts are shortened that a run is validated on, and of which splits."""
     method, splits = str(own.get("shorten_method") or "none"), str(own.get("shorten_data_split_list") or "")
     wanted = [subset for subset in subsets if not splits or subset in splits.split(",")]
-    return (method, *wanted) if method != "none" and wanted else ("none",)
+    return (method, *wanted) if method != "none" and wanted else ()
 
 
 def _check_numbers(experiment: Experiment) -> None:

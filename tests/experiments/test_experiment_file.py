@@ -283,19 +283,27 @@ MISTAKES |= {
         FILE[: FILE.index("  gMLP")] + _ENCODER + "  B: {arch: bert_mlm_tiny, recipe: {shorten_method: truncate}}\n",
         r"small.yaml: shorten_method decides what is validated on: it must be the same for all runs, as in recipe$",
     ),
-    "models of next tokens that are": (
+    "texts of next tokens that are shortened": (
         FILE.replace("recipe: {lr: 1.0e-3}", "recipe: {shorten_method: truncate}"),
-        r"small.yaml: shorten_method decides what is validated on",
+        r"small.yaml: shorten_method shortens what language models are validated on",
+    ),
+    "those of all": (
+        FILE.replace("sync: true", "shorten_method: truncate"),
+        r"small.yaml: shorten_method shortens what language models are validated on",
     ),
     "tuned shortening": (
         FILE + "tune: {tokens: 50k, shorten_method: [none, truncate]}\n",
-        r"small.yaml: shorten_method decides what is validated on",
+        r"small.yaml: shorten_method shortens what language models are validated on",
     ),
     "one of two splits shortened": (
-        FILE.replace("sync: true", "shorten_method: truncate")
-        .replace("{arch: gmlp_lm_tiny}", "{arch: gmlp_lm_tiny, recipe: {shorten_data_split_list: 'train,valid'}}")
-        .replace("recipe: {lr: 1.0e-3}", "recipe: {shorten_data_split_list: train}"),
-        r"small.yaml: shorten_method decides what is validated on",
+        FILE[: FILE.index("  gMLP")].replace("sync: true", "shorten_method: truncate, shorten_data_split_list: train")
+        + _ENCODER
+        + "  B: {arch: bert_mlm_tiny, recipe: {shorten_data_split_list: 'train,valid'}}\n",
+        r"small.yaml: shorten_data_split_list decides what is validated on",
+    ),
+    "combined splits": (
+        FILE.replace("sync: true", "combine_valid_subsets: true"),
+        r"combine_valid_subsets",
     ),
     "whole words": (
         FILE[: FILE.index("  gMLP")] + _ENCODER + "  B: {arch: bert_mlm_tiny, recipe: {mask_whole_words: true}}\n",
