@@ -211,10 +211,11 @@ def _samples(args: argparse.Namespace, model: LanguageModel, text: EvaluationTex
         reasons.append(f"the first {prefix} positions of the text choose experts")
     elif prefix:
         reasons.append(f"the first {prefix} positions of each input choose experts")
-        if in_blocks:
-            reasons[-1] += (
-                f"; with --context-window {prefix} all tokens but at most the first {prefix} of the text are scored"
-            )
+        if in_blocks and prefix < room:
+            options = f"--context-window {prefix}"
+            if prefix >= cutting.tokens_per_sample:  # what a start symbol alone leaves to score
+                options += f" and --tokens-per-sample above {prefix}"
+            reasons[-1] += f"; with {options} all tokens but at most the first {prefix} of the text are scored"
     return samples, reasons
 
 

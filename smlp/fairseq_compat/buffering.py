@@ -31,8 +31,12 @@ def apply() -> None:
 
     A worker of a data loader that cannot pass a batch, as without room in /dev/shm, ends. It would only print the
     error, and training would wait for that batch for ever.
+
+    An epoch's iterator and its data loader are freed when they are no longer used, as after each epoch of several data
+    folders. In fairseq they hold each other, and of such garbage Python closes the queues to the workers first: the
+    workers are not told to end, and the process waits for them for 5 s each.
     """
-    from fairseq.data.iterators import BufferedIterator
+    from fairseq.data.iterators import BufferedIterator, FrozenBatchSampler
 
     buffers = weakref.WeakSet[BufferedIterator]()
 
@@ -45,6 +49,11 @@ def apply() -> None:
 
     BufferedIterator.__del__ = _stop_reading
     atexit.register(_stop_at_exit, buffers)
+
+    @replacing(FrozenBatchSampler, "__init__")
+    def begin_sampler(init: Any, self: FrozenBatchSampler, ordered_batches: Any, *args: Any, **kwargs: Any) -> None:
+        batches_of = weakref.WeakMethod(ordered_batches)
+        init(self, lambda *args, **kwargs: batches_of()(*args, **kwargs), *args, **kwargs)
 
     @replacing(signal_handling, "_set_worker_signal_handlers")
     def begin_worker(set_worker_handlers: Any) -> None:

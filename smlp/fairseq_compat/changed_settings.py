@@ -9,17 +9,14 @@ from __future__ import annotations
 import ast
 import logging
 import math
-from argparse import Namespace
-from contextlib import nullcontext
 from typing import Any
-
-from omegaconf import open_dict
 
 from smlp.checkpoint.content import check_is_ours, config_of
 from smlp.checkpoint.torch_file import read_structure
 from smlp.config import ModelConfig, differences, flatten
 from smlp.config.ignored_settings import OF_THE_START, ignored_settings
 from smlp.errors import UserError
+from smlp.fairseq_compat.settings import write_options
 
 logger = logging.getLogger(__name__)
 
@@ -137,10 +134,7 @@ def _keep_brought_along(trainer: Any, then: ModelConfig, now: ModelConfig, filen
     unused = {name: value for name in made_with if (value := getattr(now, name)) != made_with[name]}
     if not unused:
         return
-    options = trainer.cfg.model
-    with nullcontext() if isinstance(options, Namespace) else open_dict(options):
-        for name in unused:
-            setattr(options, name, made_with[name])
+    write_options(trainer.cfg.model, {name: made_with[name] for name in unused})
     if trainer.is_data_parallel_master:
         shown = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in unused.items())
         logger.warning(f"{shown} has no effect: the table in {filename} assigns tokens to experts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smlp.errors import NaNError
+from smlp.moe.routers import ExpertOffsets
 
 #: findings of the NaN detector, which fairseq creates when an update fails
 _found: list[str] = []
@@ -52,11 +54,13 @@ def diverged(trainer: Any, when: str, error: FloatingPointError) -> NaNError:
 
 
 def damaged_weights(model: nn.Module) -> str:
-    """Return the first parameter that is not finite, as the end of a sentence; "" if all are finite."""
-    for name, parameter in model.named_parameters():
-        num_bad = int((~torch.isfinite(parameter.detach())).sum())
+    """Return the first parameter, or offsets of experts, that is not finite, as the end of a sentence; else ""."""
+    routers = ((name, module) for name, module in model.named_modules() if isinstance(module, ExpertOffsets))
+    offsets = ((f"{name}.value".lstrip("."), module.value) for name, module in routers)
+    for name, weights in itertools.chain(model.named_parameters(), offsets):
+        num_bad = int((~torch.isfinite(weights.detach())).sum())
         if num_bad:
-            return f"with {num_bad:,} of {parameter.numel():,} weights of {name} not finite"
+            return f"with {num_bad:,} of {weights.numel():,} weights of {name} not finite"
     return ""
 
 
@@ -64,7 +68,7 @@ def check_weights(trainer: Any) -> None:
     """Refuse to save weights that are not finite: the loss of an update says nothing about what it has made of them.
 
     Raises:
-        NaNError: the message names the first parameter that is not finite.
+        NaNError: the message names the first that is not finite.
     """
     if place := damaged_weights(trainer.get_model()):
         what = FloatingPointError(f"no checkpoint is written {place}")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from smlp.config.registry import ARCHITECTURES
 from smlp.errors import UserError
-from smlp.fairseq_compat.arguments import option_value
+from smlp.fairseq_compat.arguments import has_option, option_value
 from smlp.fairseq_compat.limits import check_numbers
 from smlp.fairseq_compat.needs import check_tools
 from smlp.fairseq_compat.replacing import replacing
@@ -62,6 +62,9 @@ def apply() -> None:
                 modify_parser(modified)
 
         words = sys.argv[1:] if input_args is None else input_args
+        is_validation = any(action.dest == "task" and action.default is None for action in parser._actions)
+        if is_validation and not has_option(words, "--task", "-h", "--help"):
+            raise UserError("there is no task: give that of the checkpoint, such as --task language_modeling")
         check_arch(words, is_needed=any("--max-update" in action.option_strings for action in parser._actions))
         check_task(words, parser.get_default("task"))
         check_precision(words)
@@ -75,6 +78,8 @@ def apply() -> None:
         # Documented to default to --max-update, but fairseq passes None if it is not given.
         if getattr(args, "total_num_update", 0) is None:
             args.total_num_update = args.max_update
+        if is_validation and getattr(args, "batch_size", 0) is None and getattr(args, "max_tokens", 0) is None:
+            raise UserError("there is no size for the batches: give --batch-size or --max-tokens")
         check_numbers(vars(args))
         check_tools(args)
         return parsed

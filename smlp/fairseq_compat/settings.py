@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from smlp.config import ModelConfig, flatten
+from smlp.config.own_settings import own_fields
 from smlp.config.presets import config_of, num_experts_of
 from smlp.costs.memory import check_training
 from smlp.errors import UserError
@@ -104,6 +107,8 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None, i
     check_needs(cfg, num_ranks, has_cuda)
     check_backend(cfg, has_cuda)
     check_profiling(cfg)
+    if cfg.distributed_training.distributed_rank > 0:
+        cfg.common.log_file = None  # only the first rank writes; it may not have made the folder yet
     _check_log_file(cfg)
     check_pairs(cfg)
     _check_overrides(cfg)
@@ -116,6 +121,8 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None, i
         check_settings(cfg)
     # the dictionary is not loaded yet, but hardly matters to whether the model fits into memory
     config = config_of(cfg.model, vocab_size=2)
+    if config is not None:
+        _settle_own_settings(cfg.model, config)
     if config is not None and config.shares_of_training and not cfg.optimization.max_update:
         name, share = next(iter(config.shares_of_training.items()))
         raise UserError(
@@ -134,8 +141,22 @@ def settle_context(options: Any, task: Any) -> None:
     """
     if getattr(options, "max_positions", 0) is None:
         longest = getattr(task, "max_positions", None) or getattr(task, "tokens_per_sample", None)
-        with nullcontext() if isinstance(options, Namespace) else open_dict(options):
-            options.max_positions = longest
+        write_options(options, {"max_positions": longest})
+
+
+def _settle_own_settings(options: Any, config: ModelConfig) -> None:
+    """Write the settings of the router and blocks themselves into the options that lack them: the code of a plug-in,
+    and with it the defaults, may change after a checkpoint was written."""
+    settings, own = flatten(config), own_fields()
+    lacking = {name for name in settings.keys() & own.keys() if getattr(options, name, None) is None}
+    write_options(options, {name: settings[name] for name in sorted(lacking)})
+
+
+def write_options(options: Any, values: Mapping[str, Any]) -> None:
+    """Write values into the options of a model, task, ..., by name; checkpoints keep them."""
+    with nullcontext() if isinstance(options, Namespace) else open_dict(options):
+        for name, value in values.items():
+            setattr(options, name, value)
 
 
 def _by_option(cfg: Any) -> dict[str, Any]:

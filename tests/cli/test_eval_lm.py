@@ -191,9 +191,9 @@ def test_reasons_for_tokens_that_are_not_scored_are_true(has_start):
     config = SimpleNamespace(max_tokens=12, prefix_tokens=3)
     model = SimpleNamespace(decoder=SimpleNamespace(config=config), start_token=0 if has_start else 2)
 
-    def samples(lengths, mode, window):
+    def samples(lengths, mode, window, size=None):
         stream = BinarizedTokens(np.full(sum(lengths), 5), np.array(lengths, dtype=np.int32))
-        options = {"tokens_per_sample": None, "sample_break_mode": mode, "context_window": window}
+        options = {"tokens_per_sample": size, "sample_break_mode": mode, "context_window": window}
         args = Namespace(**options, limit_tokens=None, parity=False)
         found, reasons = _samples(args, model, EvaluationText("text", stream, None))
         return len(stream.tokens) - found.num_scored, reasons
@@ -202,6 +202,11 @@ def test_reasons_for_tokens_that_are_not_scored_are_true(has_start):
     num_lost, (reason,) = samples([50], "none", 0)
     assert num_lost > first and "--context-window 3 all tokens but at most the first 3 of the text are" in reason
     assert samples([50], "none", 3) == (first, ["the first 3 positions of the text choose experts"])
+    if has_start:  # a start symbol leaves a token to score after a prefix as long as the sample
+        num_lost, (reason,) = samples([50], "none", 0, size=3)
+        assert num_lost > first and "; with --context-window 3 and --tokens-per-sample above 3 all tokens but" in reason
+    num_lost, reasons = samples([50], "none", 3, size=4)
+    assert num_lost <= first and reasons == ["the first 3 positions of the text choose experts"]
     for window in (0, 3):
         num_lost, reasons = samples([11] * 5, "eos", window)
         assert num_lost > first and reasons == ["the first 3 positions of each input choose experts"]

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 import torch
+from checkpoint_states import content
 from plugin_files import ARCHS, FILES, make
 from rank_running import run_ranks
 from running import REPOSITORY
@@ -112,6 +113,9 @@ def test_a_checkpoint_brings_its_settings_and_names_what_is_missing(runs, reader
     path = "checkpoints/cosine/checkpoint_best.pt"
     model = smlp.load_pretrained(path)
     assert model.decoder.config.own("cosine").temperature == 0.2
+    kept = content(path)["cfg"]["model"]
+    own = {name: value for name, value in kept.items() if name.startswith(("cosine_", "conv_"))}
+    assert own == {"cosine_temperature": 0.2, "cosine_balance_weight": 0.01, "conv_width": None}, "the default too"
     assert main.main(["checkpoint", "merge", path, "-o", str(tmp_path / "export.pt"), "--export"]) == 0
     export = smlp.load_pretrained(tmp_path / "export.pt")
     assert export.decoder.config == model.decoder.config

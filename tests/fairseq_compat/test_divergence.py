@@ -12,6 +12,7 @@ from layouts import command
 from torch import nn
 
 from smlp.fairseq_compat.divergence import FirstNaN, damaged_weights
+from smlp.moe.routers import ExpertOffsets
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -109,3 +110,10 @@ def test_damaged_weights_are_named() -> None:
     with torch.no_grad():
         model[1].weight[0] = math.nan
     assert damaged_weights(model) == "with 3 of 6 weights of 1.weight not finite"
+
+
+def test_damaged_offsets_of_experts_are_named() -> None:
+    model = nn.ModuleDict({"router": ExpertOffsets(4, rate=math.nan, by_sign=True)})
+    assert damaged_weights(model) == ""
+    model["router"].adjust(torch.tensor([1.0, 2.0, 3.0, 4.0, 1.0]))
+    assert damaged_weights(model) == "with 4 of 4 weights of router.value not finite"

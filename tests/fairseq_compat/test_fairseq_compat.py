@@ -478,6 +478,25 @@ def test_loops_that_are_left_early_leave_nothing_behind(applied, buffer_size: in
     assert last_threads == threads and last_files <= first_files + 4  # of one batch on its way more or less
 
 
+def test_data_loaders_of_earlier_epochs_end_at_once(applied):
+    """As between several data folders; those that wait for Python's garbage collection take 5 s to end."""
+    import gc
+    import multiprocessing
+
+    from fairseq.data.iterators import EpochBatchIterator
+
+    loops = EpochBatchIterator(_Numbers(), torch.stack, [[0], [1]], num_workers=1, buffer_size=2, reuse_dataloader=True)
+    assert len(list(loops.next_epoch_itr(shuffle=False))) == 2
+    workers = multiprocessing.active_children()
+    assert workers
+    gc.disable()
+    try:
+        del loops
+        assert not set(workers) & set(multiprocessing.active_children())
+    finally:
+        gc.enable()
+
+
 def test_no_jump_of_the_clock_counts_as_training(monkeypatch):
     """Which --stop-time-hours would take for it."""
     from smlp.fairseq_compat.trainer import SparseTrainer

@@ -6,9 +6,11 @@ import argparse
 import math
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import ListConfig
 
 from smlp.config import all_settings
@@ -18,6 +20,7 @@ from smlp.costs.memory import check_training, check_weights
 from smlp.errors import UserError
 from smlp.fairseq_compat.command_line import load_plugin
 from smlp.fairseq_compat.limits import LIMITS, check_numbers
+from smlp.fairseq_compat.settings import check_before_start
 from smlp.launch import local
 
 #: what fairseq reads as a number and nothing here depends on, or what is checked elsewhere
@@ -214,6 +217,30 @@ def test_a_language_model_needs_its_task(arch: str, task: str | None) -> None:
 def test_training_needs_a_model() -> None:
     with pytest.raises(UserError, match=r"^there is no model to train: give --arch"):
         options.parse_args_and_arch(options.get_training_parser(), ["data"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_writes_the_log_file(tmp_path: Path, rank: int) -> None:
+    """The others would meet its folder before the first has made it."""
+    path = tmp_path / "log"
+    words = ["--batch-size", "2", "--save-dir", str(tmp_path), "--no-save", "--log-file", str(path)]
+    cfg = convert_namespace_to_omegaconf(parse("--tokens-per-sample", "8", *words))
+    cfg.distributed_training.distributed_rank = rank
+    check_before_start(cfg, 2, has_cuda=False)
+    assert cfg.common.log_file == (None if rank else str(path))
+
+
+def test_validation_needs_a_task_and_a_size_of_batches() -> None:
+    with pytest.raises(UserError, match=r"^there is no task: give that of the checkpoint, such as --task language_"):
+        options.parse_args_and_arch(options.get_validation_parser(), ["data", "--path", "x.pt"])
+    words = ["data", "--path", "x.pt", "--task", "language_modeling"]
+    for suppress_defaults in (False, True):
+        with pytest.raises(UserError, match=r"^there is no size for the batches: give --batch-size or --max-tokens$"):
+            options.parse_args_and_arch(options.get_validation_parser(), words, suppress_defaults=suppress_defaults)
+    given = options.parse_args_and_arch(
+        options.get_validation_parser(), [*words, "--max-tokens", "9"], suppress_defaults=True
+    )
+    assert given.max_tokens == 9 and not hasattr(given, "batch_size")
 
 
 def test_weights_that_fit_no_memory_are_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
