@@ -116,7 +116,10 @@ check_run() {
 }
 
 rank_table() {
-    smlp train --dry-run --nodes "$NODES" --gpus-per-node "$TASKS_PER_NODE" "${ARGUMENTS[@]}"
+    local given=--gpus-per-node
+    [ -n "$GPUS_PER_NODE" ] || given=--tasks-per-node # for smlp train the same, and named so in its messages
+    { smlp train --dry-run --nodes "$NODES" --gpus-per-node "$TASKS_PER_NODE" "${ARGUMENTS[@]}" 2>&1 >&3 |
+        sed "s/--gpus-per-node/$given/" >&2; } 3>&1
 }
 
 add_cpu() {

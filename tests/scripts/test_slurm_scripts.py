@@ -227,6 +227,13 @@ def test_data_of_sentences_have_a_dictionary_for_each_input(user) -> None:
     assert done.rc == 0 and noted(user, "sbatch"), done.stderr
 
 
+@pytest.mark.parametrize("given", ["--gpus-per-node", "--tasks-per-node"])
+def test_a_number_of_ranks_that_is_refused_is_named_as_it_was_given(user, given) -> None:
+    does = "echo 'smlp: error: --nodes 1 with --gpus-per-node 70000: at most 65,536' >&2; exit 1"
+    done = run(user, SUBMIT, "--nodes", 1, given, 70000, "--", "data", "--save-dir=runs/a", SMLP_DOES=does)
+    assert error(done) == f"--nodes 1 with {given} 70000: at most 65,536" and not noted(user, "sbatch")
+
+
 def test_what_smlp_train_refuses_is_not_submitted(user) -> None:
     does = "echo 'smlp: error: --expert-parallel-size 5 does not divide 8' >&2; exit 1"
     assert "divide 8" in error(run(user, SUBMIT, *SIZE, "--", "data", SMLP_DOES=does))
