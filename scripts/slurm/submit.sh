@@ -119,7 +119,7 @@ rank_table() {
     local given=--gpus-per-node
     [ -n "$GPUS_PER_NODE" ] || given=--tasks-per-node # for smlp train the same, and named so in its messages
     { smlp train --dry-run --nodes "$NODES" --gpus-per-node "$TASKS_PER_NODE" "${ARGUMENTS[@]}" 2>&1 >&3 |
-        sed "s/--gpus-per-node/$given/" >&2; } 3>&1
+        sed -E "s/^(smlp: error: (--nodes $NODES with )?)--gpus-per-node/\1$given/" >&2; } 3>&1
 }
 
 add_cpu() {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from smlp.errors import UserError
 from smlp.text.tokenizer import Vocabulary
 
 _EMBEDDING = "embedding.weight"
+_BLOCK = re.compile(r"(?:^|\.)blocks\.(\d+)\.")
 _MOST_TOKENS = 1 << 20  # largest context if no tensor bounds it
 
 _MOST_STEPS = 1 << 31  # most updates or epochs, from which 32-bit seeds are derived
@@ -245,24 +247,39 @@ def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
     """
     embedding = embedding_name(state["model"])
     assert embedding is not None, "the caller has checked it"
-    options, (num_rows, width) = {**state["cfg"]["model"], **older_settings(state)}, state["model"][embedding].shape
+    options, num_rows = {**state["cfg"]["model"], **older_settings(state)}, state["model"][embedding].shape[0]
     try:
         config = from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
     except (UserError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the configuration in {path} does not describe a model that can be built: {error}") from error
-    # The configuration may hold any numbers: compare them before anything of these sizes is allocated.
-    blocks = {name.split(".")[3] for name in state["model"] if ".core.blocks." in name}
-    axis = max(max(tensor.shape, default=0) for tensor in state["model"].values())
+    check_sizes(config, {name: tensor.shape for name, tensor in state["model"].items()}, path, options.get("_name"))
+    return config
+
+
+def check_sizes(config: ModelConfig, shapes: Mapping[str, Sequence[int]], path: str | Path, arch: str | None) -> None:
+    """Refuse a configuration, which may hold any numbers, before anything of sizes that no tensor has is allocated.
+
+    Args:
+        config: to check.
+        shapes: of the tensors that are stored with it, by name.
+        path, arch: for the message.
+
+    Raises:
+        UserError: the message names the size.
+    """
+    blocks = {found[1] for name in shapes if (found := _BLOCK.search(name))}
+    width = next((shape[-1] for name, shape in shapes.items() if name.endswith(_EMBEDDING) and len(shape) == 2), 0)
+    axis = max((max(shape, default=0) for shape in shapes.values()), default=0)
     experts = config.num_experts if config.num_sparse_layers else 0
     for what, size, most in (
         ("blocks", config.num_layers, len(blocks)),
         ("experts", experts, axis),
         ("features", config.embed_dim, width),
+        ("symbols", config.vocab_size, axis),
         ("positions", config.max_tokens, max(axis, _MOST_TOKENS)),  # sinusoidal positions are not stored
     ):
         if size > most:
             raise UserError(
-                f"{path} does not fit its configuration ({options.get('_name')}), which has {size:,} {what}: its "
-                f"tensors have at most {most:,}"
+                f"{path} does not fit its configuration ({arch}), which has {size:,} {what}: its tensors have at most "
+                f"{most:,}"
             )
-    return config

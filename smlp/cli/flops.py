@@ -27,6 +27,7 @@ exit status: 0 formula and count agree within 0.5 % and the parameters exactly, 
 """
 
 TOLERANCE = 0.005
+_MOST_EXPERTS = 4096  # a minute
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", **whole(1, MOST_SIZE), default=2, help="B, sequences (default: %(default)s, as in the paper)"
     )
-    parser.add_argument("--experts", **whole(1, MOST_SIZE), help="E to build --arch with (default: the architecture's)")
+    parser.add_argument(
+        "--experts",
+        **whole(1, _MOST_EXPERTS),
+        help="E to build --arch with, each of which is traced (default: the architecture's)",
+    )
     parser.add_argument("--world-size", **whole(), help="W, ranks among which the experts are divided")
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
 

@@ -36,7 +36,7 @@ def apply() -> None:
     folders. In fairseq they hold each other, and of such garbage Python closes the queues to the workers first: the
     workers are not told to end, and the process waits for them for 5 s each.
     """
-    from fairseq.data.iterators import BufferedIterator, FrozenBatchSampler
+    from fairseq.data.iterators import BufferedIterator, EpochBatchIterator, FrozenBatchSampler
 
     buffers = weakref.WeakSet[BufferedIterator]()
 
@@ -52,8 +52,11 @@ def apply() -> None:
 
     @replacing(FrozenBatchSampler, "__init__")
     def begin_sampler(init: Any, self: FrozenBatchSampler, ordered_batches: Any, *args: Any, **kwargs: Any) -> None:
-        batches_of = weakref.WeakMethod(ordered_batches)
-        init(self, lambda *args, **kwargs: batches_of()(*args, **kwargs), *args, **kwargs)
+        if isinstance(getattr(ordered_batches, "__self__", None), EpochBatchIterator):
+            held = weakref.WeakMethod(ordered_batches)
+            init(self, lambda *args, **kwargs: held()(*args, **kwargs), *args, **kwargs)
+        else:
+            init(self, ordered_batches, *args, **kwargs)
 
     @replacing(signal_handling, "_set_worker_signal_handlers")
     def begin_worker(set_worker_handlers: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smlp.errors import NaNError
-from smlp.moe.routers import ExpertOffsets
+from smlp.nn.stack import Stack
 
 #: findings of the NaN detector, which fairseq creates when an update fails
 _found: list[str] = []
@@ -54,14 +54,22 @@ def diverged(trainer: Any, when: str, error: FloatingPointError) -> NaNError:
 
 
 def damaged_weights(model: nn.Module) -> str:
-    """Return the first parameter, or offsets of experts, that is not finite, as the end of a sentence; else ""."""
-    routers = ((name, module) for name, module in model.named_modules() if isinstance(module, ExpertOffsets))
-    offsets = ((f"{name}.value".lstrip("."), module.value) for name, module in routers)
-    for name, weights in itertools.chain(model.named_parameters(), offsets):
+    """Return the first parameter, or buffer of our models, that is not finite, as the end of a sentence; else ""."""
+    for name, weights in itertools.chain(model.named_parameters(), _buffers(model)):
         num_bad = int((~torch.isfinite(weights.detach())).sum())
         if num_bad:
             return f"with {num_bad:,} of {weights.numel():,} weights of {name} not finite"
     return ""
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a checkpoint holds besides parameters, such as offsets of experts; fairseq's own models may have
+    memory that was never written."""
+    for path, stack in model.named_modules():
+        for name, module in stack.named_modules(prefix=path) if isinstance(stack, Stack) else ():
+            for key, buffer in module.named_buffers(prefix=name, recurse=False):
+                if key.rpartition(".")[2] not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                    yield key, buffer
 
 
 def check_weights(trainer: Any) -> None:

@@ -62,7 +62,7 @@ def apply() -> None:
                 modify_parser(modified)
 
         words = sys.argv[1:] if input_args is None else input_args
-        is_validation = any(action.dest == "task" and action.default is None for action in parser._actions)
+        is_validation = _tool() in ("fairseq-validate", "validate")  # for which fairseq has no default
         if is_validation and not has_option(words, "--task", "-h", "--help"):
             raise UserError("there is no task: give that of the checkpoint, such as --task language_modeling")
         check_arch(words, is_needed=any("--max-update" in action.option_strings for action in parser._actions))
@@ -93,8 +93,11 @@ def usage_error(message: str) -> NoReturn:
     Raises:
         UserError: always.
     """
-    tool = Path(sys.argv[0]).name.removesuffix(".py").replace("_", "-")
-    raise UserError(f"{message} ({tool} --help lists the options)")
+    raise UserError(f"{message} ({_tool()} --help lists the options)")
+
+
+def _tool() -> str:
+    return Path(sys.argv[0]).name.removesuffix(".py").replace("_", "-")
 
 
 def check_arch(argv: list[str], is_needed: bool) -> None:

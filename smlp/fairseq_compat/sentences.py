@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from smlp.files import number_of, read_text
 from smlp.text.binarized import check_recorded, check_recorded_file, open_tokens
 from smlp.text.tokenizer_files import DICTIONARY, FILLER, MASK
 
+_OF_LABELS = ("report_acc_and_f1", "report_mcc")  # metrics
 _CORRELATIONS = ("pearson", "spearmanr", "corr")
 _MAKE = "make the data with 'smlp data glue'"
 
@@ -53,10 +55,46 @@ def apply() -> None:
             return dict.fromkeys(_CORRELATIONS, 0.0)
         return correlate(preds, labels)
 
+    @replacing(sentence_prediction.SentencePredictionCriterion, "__init__")
+    def checked_init(init: Any, self: Any, cfg: Any, task: Any) -> None:
+        init(self, cfg, task)
+        check_reports(cfg, task)
+
     def logging_outputs_can_be_summed(self: Any) -> bool:
         return self.training or not self.keep_pred_and_targ
 
     sentence_prediction.SentencePredictionCriterion.logging_outputs_can_be_summed = logging_outputs_can_be_summed
+
+
+def check_reports(cfg: Any, task: Any) -> None:
+    """Refuse metrics that cannot be computed from the labels, whose names fairseq reads as numbers.
+
+    Args:
+        cfg: of the criterion.
+        task: with the labels.
+
+    Raises:
+        UserError: the message names the option.
+    """
+    asked = next((name for name in _OF_LABELS if getattr(cfg, name)), None)
+    option = f"--{(asked or '').replace('_', '-')}"
+    if asked is not None and cfg.regression_target:
+        raise UserError(f"{option} is of labels: with --regression-target, give --report-pearson-and-spearman")
+    if asked is None or cfg.regression_target:
+        return
+    labels = labels_of(task.label_dictionary)
+    has_numbers = all(re.fullmatch(r"-?\d{1,9}", label) for label in labels)
+    if has_numbers and (not cfg.report_acc_and_f1 or (len(labels) <= 2 and "1" in labels)):
+        return
+    needed = "whole numbers as labels" if not cfg.report_acc_and_f1 else "the labels 0 and 1"
+    path = Path(task.cfg.data) / "label" / DICTIONARY
+    raise UserError(f"{option} needs {needed}, but {path} has {', '.join(labels):.80}")
+
+
+def labels_of(dictionary: Any) -> list[str]:
+    """Return the labels of a dictionary, which fairseq-preprocess fills up and to which the task adds ``<mask>``."""
+    labels = dictionary.symbols[dictionary.nspecial :]
+    return [label for label in labels if label != MASK and not label.startswith(FILLER)]
 
 
 def check_dictionaries(cfg: Any) -> None:
@@ -107,9 +145,7 @@ def check_rows(task: Any, split: str) -> None:
         num_classes = largest + 1 - task.label_dictionary.nspecial
         if num_classes > cfg.num_classes:
             raise UserError(f"--num-classes {cfg.num_classes}, but {folder / name}.bin has {num_classes} classes")
-        labels = task.label_dictionary.symbols[task.label_dictionary.nspecial :]
-        # fairseq-preprocess fills up with madeupword0000 and so on, and the task adds <mask>
-        num_labels = sum(label != MASK and not label.startswith(FILLER) for label in labels)
+        num_labels = len(labels_of(task.label_dictionary))
         if num_labels < cfg.num_classes:
             raise UserError(
                 f"--num-classes {cfg.num_classes}, but {folder / 'label' / DICTIONARY} has {num_labels} labels"

@@ -107,7 +107,7 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None, i
     check_needs(cfg, num_ranks, has_cuda)
     check_backend(cfg, has_cuda)
     check_profiling(cfg)
-    if cfg.distributed_training.distributed_rank > 0:
+    if cfg.distributed_training.distributed_rank:
         cfg.common.log_file = None  # only the first rank writes; it may not have made the folder yet
     _check_log_file(cfg)
     check_pairs(cfg)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,8 +17,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput, MoeCausalLMOutputWithPast
-from transformers.utils import can_return_tuple, logging
+from transformers.utils import cached_file, can_return_tuple, logging
+from transformers.utils.hub import get_checkpoint_shard_files
 
+from smlp.checkpoint.content import check_sizes
+from smlp.checkpoint.hf_folder import INDEX, WEIGHTS, stored_shapes
 from smlp.hf.cache import SmlpCache, joined
 from smlp.hf.config import REMOTE_MODULE, SmlpConfig, SmlpEncoderConfig
 from smlp.nn.build import model_of
@@ -42,6 +47,28 @@ except ImportError as error:
 _UNSUPPORTED = ("inputs_embeds", "position_ids", "output_hidden_states", "output_attentions", "token_type_ids")
 
 
+_FINDING = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
+_QUIETLY = {
+    f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "gated_repo", "connection_errors")
+}  # transformers itself raises them afterwards
+#: shapes of the weights that are about to be loaded, by name
+_stored_shapes: ContextVar[dict[str, tuple[int, ...]] | None] = ContextVar("stored shapes", default=None)
+
+
+def _shapes_in(name: str | os.PathLike | None, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of the weights in a folder or on the Hub; None if these are no safetensors files."""
+    if name is None or options.get("variant") or options.get("gguf_file") or not options["use_safetensors"]:
+        return None
+    where = {option: options[option] for option in _FINDING if option in options}
+    for file in (WEIGHTS, INDEX):
+        path = cached_file(name, file, **where, **_QUIETLY)
+        if path is not None:
+            if file == INDEX and not os.path.isdir(name):
+                get_checkpoint_shard_files(name, path, **where)  # downloads them
+            return stored_shapes(Path(path).parent)
+    return None
+
+
 class _SmlpModel(PreTrainedModel):
     """Base class of both models: initialization, saving, gradient checkpointing and checks of options."""
 
@@ -53,8 +80,27 @@ class _SmlpModel(PreTrainedModel):
 
     def __init__(self, config: SmlpConfig) -> None:
         super().__init__(config)
-        self.core = model_of(config.core_config())
+        core_config = config.core_config()
+        if (stored := _stored_shapes.get()) is not None:
+            check_sizes(core_config, stored, config.name_or_path, config.arch)
+        self.core = model_of(core_config)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike | None, *args: Any, **kwargs: Any
+    ) -> _SmlpModel:
+        """Load as transformers does; from safetensors files, unless ``use_safetensors`` is given.
+
+        Raises:
+            UserError: ``config.json`` has a size that the weights do not have; before anything of it is allocated.
+        """
+        kwargs.setdefault("use_safetensors", True)
+        token = _stored_shapes.set(_shapes_in(pretrained_model_name_or_path, kwargs))
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        finally:
+            _stored_shapes.reset(token)
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         """Compute the table of positions, which no file holds; a new model has drawn its weights already."""

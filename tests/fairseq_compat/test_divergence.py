@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from layouts import command
+from tiny_decoders import make
 from torch import nn
 
 from smlp.fairseq_compat.divergence import FirstNaN, damaged_weights
@@ -113,7 +114,11 @@ def test_damaged_weights_are_named() -> None:
 
 
 def test_damaged_offsets_of_experts_are_named() -> None:
-    model = nn.ModuleDict({"router": ExpertOffsets(4, rate=math.nan, by_sign=True)})
+    model = nn.ModuleDict({"core": make("smlp, offsets")})
+    model["core"].register_buffer("mask", torch.tensor([-math.inf]), persistent=False)
     assert damaged_weights(model) == ""
-    model["router"].adjust(torch.tensor([1.0, 2.0, 3.0, 4.0, 1.0]))
-    assert damaged_weights(model) == "with 4 of 4 weights of router.value not finite"
+    name, offsets = next((n, m) for n, m in model.named_modules() if isinstance(m, ExpertOffsets))
+    offsets.rate = math.nan
+    offsets.adjust(torch.tensor([*range(offsets.value.numel()), 1.0]))
+    count = offsets.value.numel()
+    assert damaged_weights(model) == f"with {count} of {count} weights of {name}.value not finite"

@@ -485,14 +485,18 @@ def test_data_loaders_of_earlier_epochs_end_at_once(applied):
 
     from fairseq.data.iterators import EpochBatchIterator
 
-    loops = EpochBatchIterator(_Numbers(), torch.stack, [[0], [1]], num_workers=1, buffer_size=2, reuse_dataloader=True)
-    assert len(list(loops.next_epoch_itr(shuffle=False))) == 2
-    workers = multiprocessing.active_children()
-    assert workers
+    gc.collect()
+    before = set(multiprocessing.active_children())
     gc.disable()
     try:
+        loops = EpochBatchIterator(
+            _Numbers(), torch.stack, [[0], [1]], num_workers=1, buffer_size=2, reuse_dataloader=True
+        )
+        assert len(list(loops.next_epoch_itr(shuffle=False))) == 2
+        workers = set(multiprocessing.active_children()) - before
+        assert workers
         del loops
-        assert not set(workers) & set(multiprocessing.active_children())
+        assert not workers & set(multiprocessing.active_children())
     finally:
         gc.enable()
 

@@ -222,7 +222,7 @@ def test_training_needs_a_model() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_the_first_rank_writes_the_log_file(tmp_path: Path, rank: int) -> None:
     """The others would meet its folder before the first has made it."""
-    path = tmp_path / "log"
+    path = tmp_path / ("made later" if rank else "") / "log"
     words = ["--batch-size", "2", "--save-dir", str(tmp_path), "--no-save", "--log-file", str(path)]
     cfg = convert_namespace_to_omegaconf(parse("--tokens-per-sample", "8", *words))
     cfg.distributed_training.distributed_rank = rank
@@ -230,7 +230,8 @@ def test_only_the_first_rank_writes_the_log_file(tmp_path: Path, rank: int) -> N
     assert cfg.common.log_file == (None if rank else str(path))
 
 
-def test_validation_needs_a_task_and_a_size_of_batches() -> None:
+def test_validation_needs_a_task_and_a_size_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/fairseq-validate"])
     with pytest.raises(UserError, match=r"^there is no task: give that of the checkpoint, such as --task language_"):
         options.parse_args_and_arch(options.get_validation_parser(), ["data", "--path", "x.pt"])
     words = ["data", "--path", "x.pt", "--task", "language_modeling"]
@@ -241,6 +242,8 @@ def test_validation_needs_a_task_and_a_size_of_batches() -> None:
         options.get_validation_parser(), [*words, "--max-tokens", "9"], suppress_defaults=True
     )
     assert given.max_tokens == 9 and not hasattr(given, "batch_size")
+    monkeypatch.setattr(sys, "argv", ["other-tool"])  # which may need neither
+    assert options.parse_args_and_arch(options.get_validation_parser(), words).max_tokens is None
 
 
 def test_weights_that_fit_no_memory_are_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from smlp.errors import UserError
 from smlp.fairseq_compat.command_line import load_plugin
 
 REPORTS = ("report_mcc", "report_acc_and_f1", "report_pearson_and_spearman")
@@ -34,7 +35,8 @@ def logged(scores, targets, *reports, classes=("0", "1")):
     for name in classes:
         labels.add_symbol(name)
     config = SentencePredictionConfig(regression_target=not classes, **{name: name in reports for name in REPORTS})
-    criterion = SentencePredictionCriterion(config, SimpleNamespace(label_dictionary=labels))
+    task = SimpleNamespace(label_dictionary=labels, cfg=SimpleNamespace(data="d"))
+    criterion = SentencePredictionCriterion(config, task)
     batches = []
     for some, wanted in zip(torch.tensor(scores).split(5), torch.tensor(targets).split(5), strict=True):
         sample = {"net_input": {"scores": some}, "target": wanted, "ntokens": 7 * len(some)}
@@ -45,6 +47,24 @@ def logged(scores, targets, *reports, classes=("0", "1")):
                 criterion.reduce_metrics(batches[at : at + 2])
             own.get_smoothed_values()  # as fairseq's trainer does, of a batch of one row too
     return found.get_smoothed_values()
+
+
+@pytest.mark.parametrize(
+    ("classes", "report", "needed"),
+    [
+        (("no", "yes"), "report_mcc", "whole numbers as labels, but d/label/dict.txt has no, yes"),
+        (("no", "yes"), "report_acc_and_f1", "the labels 0 and 1, but d/label/dict.txt has no, yes"),
+        (("0", "1", "2"), "report_acc_and_f1", "the labels 0 and 1, but d/label/dict.txt has 0, 1, 2"),
+        (("0", "2"), "report_acc_and_f1", "the labels 0 and 1, but d/label/dict.txt has 0, 2"),
+        ((), "report_mcc", None),
+        ((), "report_acc_and_f1", None),
+    ],
+)
+def test_metrics_that_the_labels_do_not_have_are_refused(classes, report, needed):
+    option = f"--{report.replace('_', '-')}"
+    said = f"{option} needs {needed}" if needed else f"{option} is of labels: with --regression-target, give --report-p"
+    with pytest.raises(UserError, match=f"^{said}"):
+        logged([], [], report, classes=classes)
 
 
 def scores_of(classes, count):

@@ -1,6 +1,7 @@
 """Models of transformers: logits, padding, losses and generation are those of this package."""
 
 import copy
+import json
 import math
 from types import SimpleNamespace
 
@@ -316,6 +317,46 @@ def test_weights_of_another_shape_are_refused(plain, tmp_path):
     plain.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"core\.\S+ has shape \(.*12.*\) in the folder, and \(.*16.*\) in the model"):
         SmlpForCausalLM.from_pretrained(tmp_path, max_tokens=16, ignore_mismatched_sizes=True)
+
+
+@pytest.mark.parametrize("shard", ["1GB", "8KB"])
+def test_sizes_that_no_weight_has_are_refused_before_anything_is_built(plain, tmp_path, monkeypatch, shard):
+    plain.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "8KB")
+    SmlpForCausalLM.from_pretrained(tmp_path)
+    monkeypatch.setattr("smlp.hf.modeling.model_of", lambda config: pytest.fail("it was built"))
+    settings = json.loads((tmp_path / "config.json").read_text())
+    rows, blocks = settings["vocab_size"], settings["num_dense_layers"] + settings["num_sparse_layers"]
+    for name, value, said in (
+        ("max_tokens", 10**9, r"1,000,000,000 positions: its tensors have at most 1,048,576"),
+        ("max_position_embeddings", 10**9, r"1,000,000,000 positions: its tensors have at most 1,048,576"),
+        ("vocab_size", 10**8, rf"100,000,000 symbols: its tensors have at most {rows}"),
+        (
+            "num_dense_layers",
+            9000,
+            rf"{9000 + settings['num_sparse_layers']:,} blocks: its tensors have at most {blocks}",
+        ),
+    ):
+        changed = dict(settings)
+        if name == "max_position_embeddings":
+            del changed["max_tokens"]
+        (tmp_path / "config.json").write_text(json.dumps({**changed, name: value}))
+        for load in (SmlpForCausalLM, AutoModelForCausalLM):
+            with pytest.raises(smlp.UserError, match=said):
+                load.from_pretrained(tmp_path)
+    monkeypatch.undo()
+    SmlpForCausalLM(SmlpConfig(**{**settings, "num_dense_layers": 3}))  # a model of one's own may have any size
+
+
+def test_weights_are_read_from_the_files_that_are_looked_at(plain, tmp_path):
+    plain.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "transformers_weights": "other.safetensors"}))
+    SmlpForCausalLM.from_pretrained(tmp_path)
+    torch.save(plain.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        SmlpForCausalLM.from_pretrained(tmp_path)
 
 
 def test_an_upload_has_all_files_of_the_saved_folder(plain, tmp_path, monkeypatch):

@@ -229,9 +229,13 @@ def test_data_of_sentences_have_a_dictionary_for_each_input(user) -> None:
 
 @pytest.mark.parametrize("given", ["--gpus-per-node", "--tasks-per-node"])
 def test_a_number_of_ranks_that_is_refused_is_named_as_it_was_given(user, given) -> None:
-    does = "echo 'smlp: error: --nodes 1 with --gpus-per-node 70000: at most 65,536' >&2; exit 1"
-    done = run(user, SUBMIT, "--nodes", 1, given, 70000, "--", "data", "--save-dir=runs/a", SMLP_DOES=does)
-    assert error(done) == f"--nodes 1 with {given} 70000: at most 65,536" and not noted(user, "sbatch")
+    (user / "programs" / "smlp").write_text(f'#!/bin/bash\nexec {sys.executable} -m smlp "$@"\n')
+    for number, said in (
+        (70000, "--nodes 1 with {} 70000 are 70,000 ranks: at most 65,536"),
+        (10**20, "{} needs a nu"),
+    ):
+        done = run(user, SUBMIT, "--nodes", 1, given, number, "--", "data", "--save-dir=runs/--gpus-per-node")
+        assert error(done).startswith(said.format(given)) and not noted(user, "sbatch")
 
 
 def test_what_smlp_train_refuses_is_not_submitted(user) -> None:
