@@ -268,8 +268,10 @@ def check_sizes(config: ModelConfig, shapes: Mapping[str, Sequence[int]], path: 
         UserError: the message names the size.
     """
     blocks = {found[1] for name in shapes if (found := _BLOCK.search(name))}
-    width = next((shape[-1] for name, shape in shapes.items() if name.endswith(_EMBEDDING) and len(shape) == 2), 0)
+    shapes = {name: shape for name, shape in shapes.items() if math.prod(shape)}  # one without elements may claim any
     axis = max((max(shape, default=0) for shape in shapes.values()), default=0)
+    embeddings = (shapes.get(prefix + _EMBEDDING) for prefix in (*PREFIXES, "core.", ""))
+    width = next((shape[-1] for shape in embeddings if shape), axis)
     experts = config.num_experts if config.num_sparse_layers else 0
     for what, size, most in (
         ("blocks", config.num_layers, len(blocks)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,23 +136,6 @@ def _training_options(options: Mapping[str, Any], is_encoder: bool, path: Path) 
 
 def _weights(folder: Path) -> dict[str, LazyTensor]:
     """Return the tensors of one file, or of several by their index."""
-    tensors: dict[str, LazyTensor] = {}
-    for path, header, start in _headers(folder):
-        tensors |= stored_tensors(path, header, start)
-    return tensors
-
-
-def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a folder's safetensors files, by name.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
-    return {name: tuple(entry["shape"]) for _, header, _ in _headers(folder) for name, entry in header.items()}
-
-
-def _headers(folder: Path) -> Iterator[tuple[Path, dict[str, Any], int]]:
-    """Yield, for each file of weights: the file, its header without what the index leaves out, where tensors begin."""
     found: dict[str, Any] | None = None
     if (folder / WEIGHTS).is_file():
         files = {WEIGHTS}
@@ -163,18 +146,17 @@ def _headers(folder: Path) -> Iterator[tuple[Path, dict[str, Any], int]]:
         files = {plain_name(name, str(folder / INDEX)) for name in found.values()}
     else:
         raise UserError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
-    held: set[str] = set()
+    tensors: dict[str, LazyTensor] = {}
     for name in sorted(files):
         if not (folder / name).is_file():
             raise UserError(f"{folder} lacks {name}, which {INDEX} names")
         header, start = safetensors_header(folder / name)
         header.pop("__metadata__", None)
-        if found is not None:
-            header = {key: entry for key, entry in header.items() if found.get(key) == name}
-        held |= header.keys()
-        yield folder / name, header, start
-    if missing := sorted((found or {}).keys() - held):
+        held = stored_tensors(folder / name, header, start)
+        tensors |= held if found is None else {key: value for key, value in held.items() if found.get(key) == name}
+    if missing := sorted((found or {}).keys() - tensors.keys()):
         raise UserError(f"{folder / INDEX} is damaged: {found[missing[0]]} lacks {missing[0]}")
+    return tensors
 
 
 def _read_json(path: Path) -> dict[str, Any]:

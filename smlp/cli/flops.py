@@ -27,7 +27,7 @@ exit status: 0 formula and count agree within 0.5 % and the parameters exactly, 
 """
 
 TOLERANCE = 0.005
-_MOST_EXPERTS = 4096  # a minute
+_MOST_EXPERTS = 4096  # which take half a minute
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ by ``replacing``, and leaves every other user of the same library function alone
     loading     missing, truncated and unfitting checkpoints
     data        missing, empty and unreadable text and datasets
     batches     the samples that fairseq leaves out, batches that only keep the ranks together
-    buffering   threads that read batches nobody needs any more
+    buffering   threads and processes that read batches nobody needs any more
     adam        Adam in one pass on a CPU
     scoring     samples whose first tokens only choose experts
     sentences   data and metrics of fine-tuning on GLUE

@@ -244,6 +244,20 @@ def check_moments(path: str, trainer: Any) -> None:
         )
 
 
+def check_weights_of(path: str, model: Any) -> None:
+    """Refuse weights that are not finite, with which training would end at its first update or never learn.
+
+    Args:
+        path: of the checkpoint.
+        model: that has loaded it.
+
+    Raises:
+        UserError: the message names the first of them.
+    """
+    if problem := damaged_weights(model):
+        raise UserError(f"{path} is damaged, or its training had diverged: it was written {problem}")
+
+
 def check_averages(path: str, averages: Mapping[str, Any], model: nn.Module, may_lack: bool = False) -> None:
     """Refuse averages of ``--store-ema`` that are not whole; fairseq takes what there is.
 

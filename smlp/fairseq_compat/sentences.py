@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from smlp.files import number_of, read_text
 from smlp.text.binarized import check_recorded, check_recorded_file, open_tokens
 from smlp.text.tokenizer_files import DICTIONARY, FILLER, MASK
 
-_OF_LABELS = ("report_acc_and_f1", "report_mcc")  # metrics
+_REPORTS = ("report_acc_and_f1", "report_mcc", "report_pearson_and_spearman")
 _CORRELATIONS = ("pearson", "spearmanr", "corr")
 _MAKE = "make the data with 'smlp data glue'"
 
@@ -76,17 +75,22 @@ def check_reports(cfg: Any, task: Any) -> None:
     Raises:
         UserError: the message names the option.
     """
-    asked = next((name for name in _OF_LABELS if getattr(cfg, name)), None)
-    option = f"--{(asked or '').replace('_', '-')}"
-    if asked is not None and cfg.regression_target:
-        raise UserError(f"{option} is of labels: with --regression-target, give --report-pearson-and-spearman")
-    if asked is None or cfg.regression_target:
+    asked = next((name for name in _REPORTS if getattr(cfg, name)), None)
+    if asked is None:
         return
-    labels = labels_of(task.label_dictionary)
-    has_numbers = all(re.fullmatch(r"-?\d{1,9}", label) for label in labels)
-    if has_numbers and (not cfg.report_acc_and_f1 or (len(labels) <= 2 and "1" in labels)):
+    option = f"--{asked.replace('_', '-')}"
+    if cfg.regression_target:
+        if asked != _REPORTS[-1]:
+            raise UserError(f"{option} is of labels: with --regression-target, give --report-pearson-and-spearman")
         return
-    needed = "whole numbers as labels" if not cfg.report_acc_and_f1 else "the labels 0 and 1"
+    labels = labels_of(task.label_dictionary)[: task.cfg.num_classes]
+    try:
+        numbers = set(map(int, labels))
+    except ValueError:
+        numbers = set()
+    if numbers and (not cfg.report_acc_and_f1 or (len(numbers) <= 2 and 1 in numbers)):
+        return
+    needed = "whole numbers as labels" if not cfg.report_acc_and_f1 else "two labels, 1 and another number"
     path = Path(task.cfg.data) / "label" / DICTIONARY
     raise UserError(f"{option} needs {needed}, but {path} has {', '.join(labels):.80}")
 

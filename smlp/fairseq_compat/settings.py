@@ -107,8 +107,6 @@ def check_before_start(cfg: Any, num_ranks: int, has_cuda: bool | None = None, i
     check_needs(cfg, num_ranks, has_cuda)
     check_backend(cfg, has_cuda)
     check_profiling(cfg)
-    if cfg.distributed_training.distributed_rank:
-        cfg.common.log_file = None  # only the first rank writes; it may not have made the folder yet
     _check_log_file(cfg)
     check_pairs(cfg)
     _check_overrides(cfg)
@@ -147,9 +145,8 @@ def settle_context(options: Any, task: Any) -> None:
 def _settle_own_settings(options: Any, config: ModelConfig) -> None:
     """Write the settings of the router and blocks themselves into the options that lack them: the code of a plug-in,
     and with it the defaults, may change after a checkpoint was written."""
-    settings, own = flatten(config), own_fields()
-    lacking = {name for name in settings.keys() & own.keys() if getattr(options, name, None) is None}
-    write_options(options, {name: settings[name] for name in sorted(lacking)})
+    settings = {name: value for name, value in flatten(config).items() if name in own_fields()}
+    write_options(options, {name: value for name, value in settings.items() if getattr(options, name, None) is None})
 
 
 def write_options(options: Any, values: Mapping[str, Any]) -> None:
@@ -244,14 +241,17 @@ def check_profiling(cfg: Any) -> None:
 
 
 def _check_log_file(cfg: Any) -> None:
-    """Refuse a log file that cannot be written, or is no text; fairseq opens it when it begins, and adds lines."""
+    """Refuse a log file that cannot be written, or is no text; fairseq opens it when it begins, and adds lines.
+
+    Only the first rank writes. The others do not open the file, whose folder the first may not have made yet.
+    """
     if cfg.common.log_file is None:
         return
-    path = Path(cfg.common.log_file).absolute()
+    path, is_first = Path(cfg.common.log_file).absolute(), not cfg.distributed_training.distributed_rank
     reason = None
     try:
         if not path.parent.is_dir():
-            reason = f"there is no folder {path.parent}"
+            reason = f"there is no folder {path.parent}" if is_first else None
         elif path.exists() and not path.is_file():
             reason = "it is not a regular file"
         elif not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -263,6 +263,8 @@ def _check_log_file(cfg: Any) -> None:
         reason = error.strerror
     if reason is not None:
         raise UserError(f"cannot write --log-file {cfg.common.log_file}: {reason}")
+    if not is_first:
+        cfg.common.log_file = None
 
 
 def _check_output_dictionary(cfg: Any) -> None:

@@ -36,6 +36,7 @@ from smlp.fairseq_compat.loading import (
     check_averages,
     check_moments,
     check_seen_by_all,
+    check_weights_of,
     reading_moments,
     said_in_one_sentence,
     warn_of_lost_updates,
@@ -205,6 +206,8 @@ class SparseTrainer(Trainer):
         if self._optimizer is not None:
             check_constants(filename, self, self._asked_of_optimizer)
             check_moments(filename, self)
+        if extra_state is not None:
+            check_weights_of(filename, self.get_model())
         if self.core is not None and extra_state is not None:
             compare_with(filename, self, self.core.config)
             if self._optimizer is not None:

@@ -44,7 +44,6 @@ class SmlpConfig(PreTrainedConfig):
     pad_token_id: int = Vocabulary.pad
 
     def __post_init__(self, **kwargs: Any) -> None:
-        kwargs.pop("transformers_weights", None)  # weights are in the files of the usual names, which are looked at
         given = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
         known = all_settings()
         settings = self.implied | {name: value for name, value in given.items() if name in known}

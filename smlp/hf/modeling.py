@@ -21,7 +21,9 @@ from transformers.utils import cached_file, can_return_tuple, logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from smlp.checkpoint.content import check_sizes
-from smlp.checkpoint.hf_folder import INDEX, WEIGHTS, stored_shapes
+from smlp.checkpoint.export import safetensors_header
+from smlp.checkpoint.hf_folder import INDEX, WEIGHTS
+from smlp.errors import UserError
 from smlp.hf.cache import SmlpCache, joined
 from smlp.hf.config import REMOTE_MODULE, SmlpConfig, SmlpEncoderConfig
 from smlp.nn.build import model_of
@@ -56,16 +58,19 @@ _stored_shapes: ContextVar[dict[str, tuple[int, ...]] | None] = ContextVar("stor
 
 
 def _shapes_in(name: str | os.PathLike | None, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of the weights in a folder or on the Hub; None if these are no safetensors files."""
-    if name is None or options.get("variant") or options.get("gguf_file") or not options["use_safetensors"]:
+    """Return the shapes of the weights in a folder or on the Hub; None if these are no safetensors files of ours."""
+    if name is None or not options["use_safetensors"] or options.get("gguf_file") or options.get("key_mapping"):
         return None
     where = {option: options[option] for option in _FINDING if option in options}
     for file in (WEIGHTS, INDEX):
+        if variant := options.get("variant"):  # as in model.fp16.safetensors
+            stem, _, suffix = file.rpartition(".")
+            file = f"{stem}.{variant}.{suffix}"
         path = cached_file(name, file, **where, **_QUIETLY)
         if path is not None:
-            if file == INDEX and not os.path.isdir(name):
-                get_checkpoint_shard_files(name, path, **where)  # downloads them
-            return stored_shapes(Path(path).parent)
+            files = get_checkpoint_shard_files(name, path, **where)[0] if file.endswith(".json") else [path]
+            entries = {key: entry for file in files for key, entry in safetensors_header(file)[0].items()}
+            return {key: tuple(entry["shape"]) for key, entry in entries.items() if key != "__metadata__"}
     return None
 
 
@@ -82,7 +87,11 @@ class _SmlpModel(PreTrainedModel):
         super().__init__(config)
         core_config = config.core_config()
         if (stored := _stored_shapes.get()) is not None:
-            check_sizes(core_config, stored, config.name_or_path, config.arch)
+            if (other := getattr(config, "transformers_weights", None)) not in (None, WEIGHTS):
+                raise UserError(
+                    f"config.json names {other!r:.60} for weights, and these models are read from {WEIGHTS}"
+                )
+            check_sizes(core_config, stored, config.name_or_path, config.arch or config.model_type)
         self.core = model_of(core_config)
         self.post_init()
 
@@ -95,7 +104,8 @@ class _SmlpModel(PreTrainedModel):
         Raises:
             UserError: ``config.json`` has a size that the weights do not have; before anything of it is allocated.
         """
-        kwargs.setdefault("use_safetensors", True)
+        if kwargs.get("use_safetensors") is None:
+            kwargs["use_safetensors"] = True
         token = _stored_shapes.set(_shapes_in(pretrained_model_name_or_path, kwargs))
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

@@ -115,7 +115,8 @@ def test_damaged_weights_are_named() -> None:
 
 def test_damaged_offsets_of_experts_are_named() -> None:
     model = nn.ModuleDict({"core": make("smlp, offsets")})
-    model["core"].register_buffer("mask", torch.tensor([-math.inf]), persistent=False)
+    model["core"].register_buffer("mask", torch.tensor([-math.inf, 0.0]))
+    model["core"].register_buffer("table", torch.tensor([math.nan]), persistent=False)
     assert damaged_weights(model) == ""
     name, offsets = next((n, m) for n, m in model.named_modules() if isinstance(m, ExpertOffsets))
     offsets.rate = math.nan

@@ -115,6 +115,7 @@ WRONG_STATES: dict[str, tuple[list[str | int], object]] = {
     "best": (["extra_state", "best"], "low"),
     "metrics": (["extra_state", "metrics"], "junk"),
     "extra_state": (["extra_state"], None),
+    "weights": (["model", "decoder.layers.0.fc2.bias"], torch.full((32,), torch.nan)),
     "optimizer_history": (["optimizer_history"], None),
 }
 
@@ -923,6 +924,11 @@ def test_another_dictionary_that_may_not_be_read_is_named(tmp_path: Path, monkey
         check_folders(folders)
 
 
+def logging_to(path: str) -> SimpleNamespace:
+    rank = SimpleNamespace(distributed_rank=0)
+    return SimpleNamespace(common=SimpleNamespace(log_file=path), distributed_training=rank)
+
+
 @pytest.mark.parametrize(
     ("check", "words"),
     [
@@ -933,7 +939,7 @@ def test_another_dictionary_that_may_not_be_read_is_named(tmp_path: Path, monkey
             "--profile-dir: {} cannot be reached: Permission denied",
         ),
         (
-            lambda x: _check_log_file(SimpleNamespace(common=SimpleNamespace(log_file=x))),
+            lambda x: _check_log_file(logging_to(x)),
             "cannot write --log-file {}: Permission denied",
         ),
         (named_files, "SMLP_PLUGINS names {}, which is not a file that can be read"),
@@ -970,7 +976,7 @@ def test_each_job_of_hydra_locks_its_own_folder(tmp_path: Path, monkeypatch) -> 
 
 def test_lines_of_a_log_are_added_to_text_only(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
-    config = SimpleNamespace(common=SimpleNamespace(log_file=str(path)))
+    config = logging_to(str(path))
     for content in (b"", "an older line, ä\n".encode()):
         path.write_bytes(content)
         _check_log_file(config)

@@ -219,7 +219,7 @@ def test_training_needs_a_model() -> None:
         options.parse_args_and_arch(options.get_training_parser(), ["data"])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, None, 1])  # None stands for no ranks in fairseq-hydra-train
 def test_only_the_first_rank_writes_the_log_file(tmp_path: Path, rank: int) -> None:
     """The others would meet its folder before the first has made it."""
     path = tmp_path / ("made later" if rank else "") / "log"

@@ -24,7 +24,7 @@ class Given(nn.Module):
         return sample["target"]
 
 
-def logged(scores, targets, *reports, classes=("0", "1")):
+def logged(scores, targets, *reports, classes=("0", "1"), num_classes=None):
     """What a validation logs of rows that come in batches of 5, two of them at a time, as from two ranks."""
     load_plugin()
     from fairseq.criterions.sentence_prediction import SentencePredictionConfig, SentencePredictionCriterion
@@ -35,7 +35,9 @@ def logged(scores, targets, *reports, classes=("0", "1")):
     for name in classes:
         labels.add_symbol(name)
     config = SentencePredictionConfig(regression_target=not classes, **{name: name in reports for name in REPORTS})
-    task = SimpleNamespace(label_dictionary=labels, cfg=SimpleNamespace(data="d"))
+    task = SimpleNamespace(
+        label_dictionary=labels, cfg=SimpleNamespace(data="d", num_classes=num_classes or len(classes))
+    )
     criterion = SentencePredictionCriterion(config, task)
     batches = []
     for some, wanted in zip(torch.tensor(scores).split(5), torch.tensor(targets).split(5), strict=True):
@@ -53,9 +55,10 @@ def logged(scores, targets, *reports, classes=("0", "1")):
     ("classes", "report", "needed"),
     [
         (("no", "yes"), "report_mcc", "whole numbers as labels, but d/label/dict.txt has no, yes"),
-        (("no", "yes"), "report_acc_and_f1", "the labels 0 and 1, but d/label/dict.txt has no, yes"),
-        (("0", "1", "2"), "report_acc_and_f1", "the labels 0 and 1, but d/label/dict.txt has 0, 1, 2"),
-        (("0", "2"), "report_acc_and_f1", "the labels 0 and 1, but d/label/dict.txt has 0, 2"),
+        (("no", "yes"), "report_pearson_and_spearman", "whole numbers as labels, but d/label/dict.txt has no, yes"),
+        (("no", "yes"), "report_acc_and_f1", "two labels, 1 and another number, but d/label/dict.txt has no, yes"),
+        (("0", "1", "2"), "report_acc_and_f1", "two labels, 1 and another number, but d/label/dict.txt has 0, 1, 2"),
+        (("0", "2"), "report_acc_and_f1", "two labels, 1 and another number, but d/label/dict.txt has 0, 2"),
         ((), "report_mcc", None),
         ((), "report_acc_and_f1", None),
     ],
@@ -65,6 +68,11 @@ def test_metrics_that_the_labels_do_not_have_are_refused(classes, report, needed
     said = f"{option} needs {needed}" if needed else f"{option} is of labels: with --regression-target, give --report-p"
     with pytest.raises(UserError, match=f"^{said}"):
         logged([], [], report, classes=classes)
+
+
+def test_labels_are_numbers_as_fairseq_reads_them():
+    assert logged(scores_of([0, 1], 3), [0, 1], "report_mcc", classes=("+1", "-1", "none"), num_classes=2)["mcc"] == 100
+    assert logged(scores_of([0, 1], 2), [0, 1], "report_acc_and_f1", classes=("01", "00"))["f1"] == 100
 
 
 def scores_of(classes, count):

@@ -3,11 +3,13 @@
 import copy
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from tiny_decoders import VARIANTS, make, random_tokens
 
 import smlp
@@ -351,12 +353,32 @@ def test_sizes_that_no_weight_has_are_refused_before_anything_is_built(plain, tm
 def test_weights_are_read_from_the_files_that_are_looked_at(plain, tmp_path):
     plain.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**settings, "transformers_weights": "other.safetensors"}))
-    SmlpForCausalLM.from_pretrained(tmp_path)
+    shutil.copyfile(tmp_path / "model.safetensors", tmp_path / "other.safetensors")
+    name = {"transformers_weights": "other.safetensors"}
+    for way in (name, {"attribute_map": {"transformers_weights": "foo"}, "foo": "other.safetensors"}):
+        (tmp_path / "config.json").write_text(json.dumps({**settings, **way}))
+        with pytest.raises(smlp.UserError, match=r"names 'other\.safetensors' for weights, and"):
+            SmlpForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
     torch.save(plain.state_dict(), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        SmlpForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for options in ({}, {"use_safetensors": None}):
+        with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+            SmlpForCausalLM.from_pretrained(tmp_path, **options)
+
+
+def test_tensors_that_claim_any_size_or_have_other_names_decide_nothing(plain, tmp_path):
+    """As those without elements, and a plug-in's own embedding, whose name comes before ours."""
+    plain.save_pretrained(tmp_path, variant="half")
+    path, state = tmp_path / "model.half.safetensors", plain.state_dict()
+    state |= {"core.blocks.0.a_embedding.weight": torch.zeros(3, 4), "zz": torch.zeros(0, 10**9)}
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path, metadata={"format": "pt"})
+    SmlpForCausalLM.from_pretrained(tmp_path, variant="half")
+    with pytest.raises(smlp.UserError, match=r"2,000,000 positions: its tensors have at most 1,048,576"):
+        SmlpForCausalLM.from_pretrained(tmp_path, variant="half", max_tokens=2_000_000)
+    other = {f"new.{name}": tensor for name, tensor in state.items() if name.startswith("core.")}
+    save_file({name: tensor.contiguous() for name, tensor in other.items()}, path, metadata={"format": "pt"})
+    SmlpForCausalLM.from_pretrained(tmp_path, variant="half", key_mapping={r"^new\.": ""})
 
 
 def test_an_upload_has_all_files_of_the_saved_folder(plain, tmp_path, monkeypatch):
