@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from smlp.checkpoint.export import export_of, safetensors_library, write_export
 from smlp.checkpoint.index import (
@@ -80,6 +81,28 @@ def check_target(target: str | Path, inputs: Sequence[str | Path], force: bool) 
     return target
 
 
+_P = ParamSpec("_P")
+_Write = Callable[Concatenate[Checkpoint, Path, _P], None]
+
+
+def _leaving_nothing(write: _Write[_P]) -> _Write[_P]:
+    """Remove folders that a function has made for its target if it fails; files it removes itself."""
+
+    @functools.wraps(write)
+    def whole(checkpoint: Checkpoint, target: Path, *args: _P.args, **kw: _P.kwargs) -> None:
+        new = [folder for folder in target.parents if not folder.exists()]
+        try:
+            write(checkpoint, target, *args, **kw)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                for folder in new:
+                    folder.rmdir()  # only succeeds if it is empty
+            raise
+
+    return whole
+
+
+@_leaving_nothing
 def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
     """Write a fairseq checkpoint in one file and, if it comes from an export, its dictionary and tokenizer beside it.
 
@@ -97,6 +120,7 @@ def write_one_file(checkpoint: Checkpoint, target: Path) -> None:
     remove_unused_parts(target.parent, before)
 
 
+@_leaving_nothing
 def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None:
     """Write a fairseq checkpoint with its experts in ``num_parts`` files.
 
@@ -178,6 +202,7 @@ def _check_optimizer(checkpoint: Checkpoint) -> None:
                 )
 
 
+@_leaving_nothing
 def write_exported(
     checkpoint: Checkpoint,
     target: Path,

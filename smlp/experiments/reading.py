@@ -136,7 +136,7 @@ def _experiment(path: Path, settings: dict[str, Any]) -> Experiment:
         tuning=_tuning(top.section("tune"), per_update) if "tune" in top else None,
         resources=resources,
     )
-    if not experiment.models and experiment.matching is None:
+    if not experiment.models and not (experiment.matching and experiment.matching.families):
         raise UserError(f"{path}: there is nothing to compare: name models, or families under match")
     if experiment.log_interval > updates:
         raise top.error("log_interval", f"is {experiment.log_interval}, more than the {updates} updates of a run")

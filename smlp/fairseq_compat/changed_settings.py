@@ -36,8 +36,13 @@ def compare_with(filename: str, trainer: Any, now: ModelConfig) -> None:
     try:
         state = read_structure(filename)
         check_is_ours(state, filename)
+    except UserError:  # another package's model
+        return
+    try:
         then = config_of(state, filename)
-    except UserError:  # another package's model, or an invalid configuration
+    except UserError as error:  # as of a plug-in that has changed since
+        if trainer.is_data_parallel_master:
+            logger.warning(f"{error}: this run continues with its own settings, which are not compared")
         return
     _keep_brought_along(trainer, then, now, filename)
     changed = changed_settings(then, now)

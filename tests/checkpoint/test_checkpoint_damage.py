@@ -608,6 +608,10 @@ def test_a_split_that_fails_leaves_no_parts(whole: Path, tmp_path: Path, monkeyp
         raise smlp.UserError("cannot write: No space left on device")
 
     monkeypatch.setattr(output, "write_whole", full)  # of the shared file, after all parts
+    for words in (("split", "--parts", 2), ("merge",), ("merge", "--export")):
+        assert "No space left" in refused(capsys, *words, whole, "-o", tmp_path / "p" / "q" / "x.pt")
+        assert not (tmp_path / "p").exists()
+    (tmp_path / "p").mkdir()
     assert "No space left" in refused(capsys, "split", whole, "-o", tmp_path / "p" / "x.pt", "--parts", 2)
     assert list((tmp_path / "p").iterdir()) == []
 

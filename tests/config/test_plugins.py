@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from smlp.criterions.choice import needs_ours
 from smlp.experiments.plan import entries_of
 from smlp.experiments.reading import read_experiment
 from smlp.extend import register_architecture
+from smlp.fairseq_compat.changed_settings import compare_with
 from smlp.launch.environment import environment
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("own_tables")]
@@ -99,16 +101,20 @@ def test_upcycling_keeps_settings_of_own_blocks_and_refuses_what_it_does_not_kno
         target_config(open_checkpoint(path), "cosine_lm_tiny", {})
 
 
-def test_a_setting_that_a_router_no_longer_has_is_named(plugged_in, tmp_path):
+def test_a_setting_that_a_router_no_longer_has_is_named(plugged_in, tmp_path, caplog):
     """Its default would be another model."""
     small = {name: value for name, value in SIZES.items() if name not in ("vocab_size", "max_tokens")}
     path, _ = write_checkpoint(tmp_path, [f"w{i}" for i in range(9)], "cosine_lm_tiny", **small, num_heads=2)
-    assert open_checkpoint(path).config.router == "cosine"
+    config = open_checkpoint(path).config
+    assert config.router == "cosine"
     state = torch.load(path, weights_only=False)
     state["cfg"]["model"]["cosine_heat"] = 0.3
     torch.save(state, path)
     with pytest.raises(smlp.UserError, match=r"unknown setting 'cosine_heat': it is of another version of a router"):
         open_checkpoint(path)
+    compare_with(str(path), SimpleNamespace(is_data_parallel_master=True), config)
+    (said,) = caplog.messages
+    assert "unknown setting 'cosine_heat': it is of another version" in said and "which are not compared" in said
     options = {"router": "cosine", "cosine_heat": 0.3, "max_tokens": 8}
     assert "cosine_heat" in _training_options(options, False, Path("config.json"))
 

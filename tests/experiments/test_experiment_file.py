@@ -127,6 +127,7 @@ MISTAKES = {
     "two data": (FILE + "text: {source: python}\n", r"data and text are both given"),
     "text": (FILE.replace("data: data-bin", "text: {source: web}"), r"text.source must be one of python, got 'web'"),
     "no models": ("data: d\nupdates: 3\n", r"there is nothing to compare"),
+    "no families": ("data: d\nupdates: 3\nmatch: {like: smlp_tiny, families: []}\n", r"there is nothing to compare"),
     "no arch": (FILE.replace("smlp_tiny", "smlp_tny"), r"models.sMLP E=4.arch is unknown: 'smlp_tny'"),
     "reserved": (FILE.replace("lr: 2e-3", "seed: 3"), r"recipe.seed is set by smlp compare; .*: seeds"),
     "given twice": (FILE.replace("lr: 2e-3", "lr: 2e-3, clip_norm: 2"), r"recipe.clip-norm is given twice"),
