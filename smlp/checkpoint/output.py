@@ -90,7 +90,7 @@ def _leaving_nothing(write: _Write[_P]) -> _Write[_P]:
 
     @functools.wraps(write)
     def whole(checkpoint: Checkpoint, target: Path, *args: _P.args, **kw: _P.kwargs) -> None:
-        new = [folder for folder in target.parents if not folder.exists()]
+        new = [folder for folder in target.parents if not os.path.exists(folder)]
         try:
             write(checkpoint, target, *args, **kw)
         except BaseException:
