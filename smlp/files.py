@@ -272,6 +272,18 @@ def _check_replaceable(target: Path, named: str) -> None:
             raise UserError(f"{named} is a {kind_of(mode)}, which is not replaced: name another file to write")
 
 
+def missing_folders(path: Path) -> list[Path]:
+    """Return the folders above a path that are not there yet, the innermost first."""
+    return [folder for folder in path.parents if not os.path.exists(folder)]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove those of some folders that are empty, after what made them has failed."""
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError):  # where others have written meanwhile
+            folder.rmdir()
+
+
 @contextlib.contextmanager
 def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> Iterator[None]:
     """Hold a lock on a folder, which is made if it is missing, and removed again if nothing is written to it.

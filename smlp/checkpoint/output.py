@@ -31,7 +31,7 @@ from smlp.checkpoint.torch_file import write_torch_file
 from smlp.config import differences, flatten
 from smlp.config.ignored_settings import OF_THE_START, ignored_settings
 from smlp.errors import UserError
-from smlp.files import check_writable, is_safetensors, not_writable, write_whole
+from smlp.files import check_writable, is_safetensors, missing_folders, not_writable, remove_empty, write_whole
 from smlp.text.tokenizer_files import DICTIONARY, RECORD, TOKENIZER_FILES
 
 #: settings that may change while a model is trained
@@ -90,13 +90,11 @@ def _leaving_nothing(write: _Write[_P]) -> _Write[_P]:
 
     @functools.wraps(write)
     def whole(checkpoint: Checkpoint, target: Path, *args: _P.args, **kw: _P.kwargs) -> None:
-        new = [folder for folder in target.parents if not os.path.exists(folder)]
+        new = missing_folders(target)
         try:
             write(checkpoint, target, *args, **kw)
         except BaseException:
-            with contextlib.suppress(OSError):
-                for folder in new:
-                    folder.rmdir()  # only succeeds if it is empty
+            remove_empty(new)
             raise
 
     return whole
@@ -170,8 +168,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
         folder = (target.parent / files[0]).parent
         if folder not in _parts_of(target):  # an interruption may come when all is written
             shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                folder.parent.rmdir()  # only succeeds if it is empty
+            remove_empty([folder.parent])
         raise
     remove_unused_parts(target.parent, before)
 

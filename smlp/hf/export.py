@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -18,7 +17,7 @@ from smlp.checkpoint.load import text_files, tokenizer_of
 from smlp.checkpoint.opened import Checkpoint, fit_problems
 from smlp.config import flatten
 from smlp.errors import UserError
-from smlp.files import write_whole
+from smlp.files import missing_folders, remove_empty, write_whole
 from smlp.hf.card import model_card
 from smlp.hf.config import SmlpConfig, SmlpEncoderConfig
 from smlp.hf.fast_tokenizer import fast_tokenizer
@@ -67,7 +66,7 @@ def write_folder(
         raise UserError(f"{folder} is a link or the current folder, which a new one cannot replace: give another")
     files = text_files(checkpoint, dictionary, tokenizer)
     symbols = tokenizer_of(checkpoint, dictionary, tokenizer).vocabulary
-    new_parents = [parent for parent in folder.parents if not parent.exists()]  # the innermost first
+    new_parents = missing_folders(folder)
     made = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
@@ -95,9 +94,7 @@ def write_folder(
         os.replace(made, folder)
     except BaseException as error:
         shutil.rmtree(made, ignore_errors=True)
-        for parent in new_parents:
-            with contextlib.suppress(OSError):  # where others have written meanwhile
-                parent.rmdir()
+        remove_empty(new_parents)
         # tokenizers has no class for its errors
         if isinstance(error, safetensors.SafetensorError) or (type(error) is Exception and "os error" in str(error)):
             raise UserError(f"{folder} cannot be written: {error}") from error

@@ -611,6 +611,8 @@ def test_a_split_that_fails_leaves_no_parts(whole: Path, tmp_path: Path, monkeyp
     for words in (("split", "--parts", 2), ("merge",), ("merge", "--export")):
         assert "No space left" in refused(capsys, *words, whole, "-o", tmp_path / "p" / "q" / "x.pt")
         assert not (tmp_path / "p").exists()
+        assert "File name too long" in refused(capsys, *words, whole, "-o", tmp_path / "p" / "q" / ("n" * 300) / "x.pt")
+        assert not (tmp_path / "p").exists()
     (tmp_path / "p").mkdir()
     assert "No space left" in refused(capsys, "split", whole, "-o", tmp_path / "p" / "x.pt", "--parts", 2)
     assert list((tmp_path / "p").iterdir()) == []
