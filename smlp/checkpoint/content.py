@@ -240,20 +240,29 @@ def older_settings(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def config_of(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
-    """Return the configuration of the model in a checkpoint.
+    """Return the configuration of the model in a checkpoint, to build the model.
 
     Raises:
         UserError: no such model can be built, or its sizes exceed those of the tensors.
+    """
+    config, arch = recorded_config(state, path), state["cfg"]["model"].get("_name")
+    check_sizes(config, {name: tensor.shape for name, tensor in state["model"].items()}, path, arch)
+    return config
+
+
+def recorded_config(state: Mapping[str, Any], path: str | Path) -> ModelConfig:
+    """Return the configuration that a checkpoint, or what its parts share, records; its sizes may be any.
+
+    Raises:
+        UserError: no such model can be built.
     """
     embedding = embedding_name(state["model"])
     assert embedding is not None, "the caller has checked it"
     options, num_rows = {**state["cfg"]["model"], **older_settings(state)}, state["model"][embedding].shape[0]
     try:
-        config = from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
+        return from_training_options(options.get("_name"), options, num_rows, Vocabulary.pad)
     except (UserError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the configuration in {path} does not describe a model that can be built: {error}") from error
-    check_sizes(config, {name: tensor.shape for name, tensor in state["model"].items()}, path, options.get("_name"))
-    return config
 
 
 def check_sizes(config: ModelConfig, shapes: Mapping[str, Sequence[int]], path: str | Path, arch: str | None) -> None:

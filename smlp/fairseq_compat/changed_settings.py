@@ -11,7 +11,7 @@ import logging
 import math
 from typing import Any
 
-from smlp.checkpoint.content import check_is_ours, config_of
+from smlp.checkpoint.content import check_is_ours, recorded_config
 from smlp.checkpoint.torch_file import read_structure
 from smlp.config import ModelConfig, differences, flatten
 from smlp.config.ignored_settings import OF_THE_START, ignored_settings
@@ -39,7 +39,7 @@ def compare_with(filename: str, trainer: Any, now: ModelConfig) -> None:
     except UserError:  # another package's model
         return
     try:
-        then = config_of(state, filename)
+        then = recorded_config(state, filename)
     except UserError as error:  # as of a plug-in that has changed since
         if trainer.is_data_parallel_master:
             logger.warning(f"{error}: this run continues with its own settings, which are not compared")

@@ -85,14 +85,15 @@ def check_reports(cfg: Any, task: Any) -> None:
         return
     labels = labels_of(task.label_dictionary)[: task.cfg.num_classes]
     try:
-        numbers = set(map(int, labels))
-    except ValueError:
+        numbers = set(map(np.int64, map(int, labels)))
+    except (ValueError, OverflowError):
         numbers = set()
-    if numbers and (not cfg.report_acc_and_f1 or (len(numbers) <= 2 and 1 in numbers)):
-        return
-    needed = "whole numbers as labels" if not cfg.report_acc_and_f1 else "two labels, 1 and another number"
-    path = Path(task.cfg.data) / "label" / DICTIONARY
-    raise UserError(f"{option} needs {needed}, but {path} has {', '.join(labels):.80}")
+    needed, is_met = "whole numbers as labels", bool(numbers)
+    if cfg.report_acc_and_f1:
+        needed, is_met = "two labels, 1 and another number", len(numbers) <= 2 and 1 in numbers
+    if not is_met:
+        path = Path(task.cfg.data) / "label" / DICTIONARY
+        raise UserError(f"{option} needs {needed}, but {path} has {', '.join(labels):.80}")
 
 
 def labels_of(dictionary: Any) -> list[str]:

@@ -145,7 +145,8 @@ def settle_context(options: Any, task: Any) -> None:
 def _settle_own_settings(options: Any, config: ModelConfig) -> None:
     """Write the settings of the router and blocks themselves into the options that lack them: the code of a plug-in,
     and with it the defaults, may change after a checkpoint was written."""
-    settings = {name: value for name, value in flatten(config).items() if name in own_fields()}
+    own = own_fields()
+    settings = {name: value for name, value in flatten(config).items() if name in own}
     write_options(options, {name: value for name, value in settings.items() if getattr(options, name, None) is None})
 
 
@@ -245,13 +246,15 @@ def _check_log_file(cfg: Any) -> None:
 
     Only the first rank writes. The others do not open the file, whose folder the first may not have made yet.
     """
+    if cfg.distributed_training.distributed_rank:
+        cfg.common.log_file = None
     if cfg.common.log_file is None:
         return
-    path, is_first = Path(cfg.common.log_file).absolute(), not cfg.distributed_training.distributed_rank
+    path = Path(cfg.common.log_file).absolute()
     reason = None
     try:
         if not path.parent.is_dir():
-            reason = f"there is no folder {path.parent}" if is_first else None
+            reason = f"there is no folder {path.parent}"
         elif path.exists() and not path.is_file():
             reason = "it is not a regular file"
         elif not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -263,8 +266,6 @@ def _check_log_file(cfg: Any) -> None:
         reason = error.strerror
     if reason is not None:
         raise UserError(f"cannot write --log-file {cfg.common.log_file}: {reason}")
-    if not is_first:
-        cfg.common.log_file = None
 
 
 def _check_output_dictionary(cfg: Any) -> None:

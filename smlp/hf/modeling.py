@@ -58,9 +58,12 @@ _stored_shapes: ContextVar[dict[str, tuple[int, ...]] | None] = ContextVar("stor
 
 
 def _shapes_in(name: str | os.PathLike | None, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of the weights in a folder or on the Hub; None if these are no safetensors files of ours."""
-    if name is None or not options["use_safetensors"] or options.get("gguf_file") or options.get("key_mapping"):
+    """Return the shapes of the weights in a folder or on the Hub, none if they are to be had otherwise or have other
+    names; None if the caller has chosen other files."""
+    if name is None or not options["use_safetensors"] or options.get("gguf_file"):
         return None
+    if options.get("key_mapping"):
+        return {}
     where = {option: options[option] for option in _FINDING if option in options}
     for file in (WEIGHTS, INDEX):
         if variant := options.get("variant"):  # as in model.fp16.safetensors
@@ -71,7 +74,7 @@ def _shapes_in(name: str | os.PathLike | None, options: Mapping[str, Any]) -> di
             files = get_checkpoint_shard_files(name, path, **where)[0] if file.endswith(".json") else [path]
             entries = {key: entry for file in files for key, entry in safetensors_header(file)[0].items()}
             return {key: tuple(entry["shape"]) for key, entry in entries.items() if key != "__metadata__"}
-    return None
+    return {}
 
 
 class _SmlpModel(PreTrainedModel):
@@ -91,7 +94,8 @@ class _SmlpModel(PreTrainedModel):
                 raise UserError(
                     f"config.json names {other!r:.60} for weights, and these models are read from {WEIGHTS}"
                 )
-            check_sizes(core_config, stored, config.name_or_path, config.arch or config.model_type)
+            if stored:
+                check_sizes(core_config, stored, config.name_or_path, config.arch or config.model_type)
         self.core = model_of(core_config)
         self.post_init()
 
@@ -102,7 +106,8 @@ class _SmlpModel(PreTrainedModel):
         """Load as transformers does; from safetensors files, unless ``use_safetensors`` is given.
 
         Raises:
-            UserError: ``config.json`` has a size that the weights do not have; before anything of it is allocated.
+            UserError: ``config.json`` has a size that the weights do not have, before anything of it is allocated (not
+                compared with ``key_mapping``), or names another file for them.
         """
         if kwargs.get("use_safetensors") is None:
             kwargs["use_safetensors"] = True

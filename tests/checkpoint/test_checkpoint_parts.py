@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoint_states import PREFIX, differences, state_of, trained
+from tiny_checkpoints import write_checkpoint
 
 from smlp.checkpoint.index import INDEX_KEY, ExpertIndex, describe_tensors, new_token, part_file
+from smlp.checkpoint.opened import open_checkpoint
+from smlp.checkpoint.output import write_in_parts
 from smlp.checkpoint.parts import PartReader, attach, detach, open_part, read_all, write_part
 from smlp.errors import UserError
+from smlp.fairseq_compat.changed_settings import compare_with
 from smlp.moe.experts import expert_parameters
 
 
@@ -138,6 +144,19 @@ def test_an_unusable_index_is_named(saved, change, words) -> None:
         ExpertIndex.from_plain({**plain, **change}, path)
     assert all(word in str(caught.value) for word in [str(path), *words]), str(caught.value)
     assert ExpertIndex.from_plain(index.to_plain(), path) == index
+
+
+def test_settings_of_a_checkpoint_in_parts_are_compared(tmp_path: Path, caplog) -> None:
+    """Also if it has more experts than what its parts share is long."""
+    path, _ = write_checkpoint(tmp_path, [f"w{i}" for i in range(9)], "hash_lm_tiny", num_experts=512)
+    whole = open_checkpoint(path)
+    write_in_parts(whole, tmp_path / "parts.pt", 2)
+    trainer = SimpleNamespace(is_data_parallel_master=True)
+    compare_with(str(tmp_path / "parts.pt"), trainer, whole.config)
+    assert not caplog.messages
+    compare_with(str(tmp_path / "parts.pt"), trainer, dataclasses.replace(whole.config, activation="relu"))
+    (said,) = caplog.messages
+    assert said.endswith("was trained with activation=gelu; this run continues with activation=relu")
 
 
 def test_a_part_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch) -> None:

@@ -228,6 +228,9 @@ def test_only_the_first_rank_writes_the_log_file(tmp_path: Path, rank: int) -> N
     cfg.distributed_training.distributed_rank = rank
     check_before_start(cfg, 2, has_cuda=False)
     assert cfg.common.log_file == (None if rank else str(path))
+    if rank:  # nor does it matter what lies there on its machine
+        cfg.common.log_file = str(tmp_path)
+        check_before_start(cfg, 2, has_cuda=False)
 
 
 def test_validation_needs_a_task_and_a_size_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -355,13 +355,15 @@ def test_weights_are_read_from_the_files_that_are_looked_at(plain, tmp_path):
     settings = json.loads((tmp_path / "config.json").read_text())
     shutil.copyfile(tmp_path / "model.safetensors", tmp_path / "other.safetensors")
     name = {"transformers_weights": "other.safetensors"}
-    for way in (name, {"attribute_map": {"transformers_weights": "foo"}, "foo": "other.safetensors"}):
-        (tmp_path / "config.json").write_text(json.dumps({**settings, **way}))
-        with pytest.raises(smlp.UserError, match=r"names 'other\.safetensors' for weights, and"):
-            SmlpForCausalLM.from_pretrained(tmp_path)
+    for is_there in (True, False):
+        for way in (name, {"attribute_map": {"transformers_weights": "foo"}, "foo": "other.safetensors"}):
+            (tmp_path / "config.json").write_text(json.dumps({**settings, **way}))
+            with pytest.raises(smlp.UserError, match=r"names 'other\.safetensors' for weights, and"):
+                SmlpForCausalLM.from_pretrained(tmp_path)
+        if is_there:
+            (tmp_path / "model.safetensors").unlink()
     (tmp_path / "config.json").write_text(json.dumps(settings))
     torch.save(plain.state_dict(), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
     for options in ({}, {"use_safetensors": None}):
         with pytest.raises(OSError, match=r"no file named model\.safetensors"):
             SmlpForCausalLM.from_pretrained(tmp_path, **options)
