@@ -270,9 +270,9 @@ def mean(sources: Sequence[LazyTensor]) -> ComputedTensor:
     return ComputedTensor(sources, of_elements)
 
 
-def is_finite(tensor: LazyTensor) -> bool:
-    """Return whether a tensor has neither NaN nor infinity."""
-    return all(torch.isfinite(piece).all() for piece in tensor.pieces())
+def is_finite(tensor: LazyTensor, is_buffer: bool = False) -> bool:
+    """Return whether a tensor has neither NaN nor infinity; buffers may have minus infinity, which masks have."""
+    return all((piece.isfinite() | is_buffer & (piece == -math.inf)).all() for piece in tensor.pieces())
 
 
 def are_equal(first: LazyTensor, second: LazyTensor) -> bool:

@@ -176,15 +176,18 @@ def fit_problems(checkpoint: Checkpoint, reads_weights: bool | None = None) -> l
             f"{checkpoint.positions[moved[0]]}"
         )
     problems += _moment_problems(checkpoint)
-    return problems or ([*_infinite_weights(checkpoint), *_unknown_experts(checkpoint)] if reads_weights else [])
+    if not problems and reads_weights:
+        problems = [*_infinite_weights(checkpoint, learnt), *_unknown_experts(checkpoint)]
+    return problems
 
 
-def _infinite_weights(checkpoint: Checkpoint) -> list[str]:
-    """Return which weights are NaN or infinite, one sentence each. It reads them all, as checksums do."""
+def _infinite_weights(checkpoint: Checkpoint, learnt: set[str]) -> list[str]:
+    """Return which weights are NaN or infinite, one sentence each; it reads them all, as checksums do. Buffers may have
+    minus infinity, which masks have."""
     return [
         f"{name} of {checkpoint.path} is not finite: its training has diverged, or the file is damaged"
         for name, tensor in checkpoint.state["model"].items()
-        if tensor.dtype.is_floating_point and not is_finite(tensor)
+        if tensor.dtype.is_floating_point and not is_finite(tensor, is_buffer=name not in learnt)
     ]
 
 

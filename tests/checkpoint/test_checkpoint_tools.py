@@ -20,6 +20,7 @@ from smlp.checkpoint.opened import open_checkpoint
 from smlp.checkpoint.output import write_in_parts
 from smlp.cli.main import main
 from smlp.errors import UserError
+from smlp.nn.layers import SpatialWeights
 from smlp.text.tokenizer_files import RECORD, record_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
@@ -157,6 +158,25 @@ def test_weights_that_are_not_finite_are_refused(whole: Path, tmp_path: Path, ca
     assert not output.exists()
     monkeypatch.setenv("SMLP_VERIFY_CHECKPOINTS", "0")
     assert f"decoder.core.embedding.weight of {path} is not finite" in refused(capsys, "verify", path)
+
+
+def test_masks_of_minus_infinity_are_no_damage(tmp_path: Path, capsys, monkeypatch) -> None:
+    build = SpatialWeights.__init__
+
+    def with_mask(self, *args, **options) -> None:
+        build(self, *args, **options)
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+
+    monkeypatch.setattr(SpatialWeights, "__init__", with_mask)
+    path, export = save(tmp_path, "gmlp_lm_tiny", embed_dim=24), tmp_path / "export.pt"
+    assert command("verify", path) == command("merge", path, "-o", export, "--export") == 0
+    masks = [tensor for name, tensor in smlp.load_pretrained(export).decoder.state_dict().items() if "mask" in name]
+    assert masks and all(torch.equal(mask, torch.full((2, 2), -torch.inf).triu(1)) for mask in masks)
+    state = content(path)
+    for number in (torch.inf, torch.nan):
+        state["model"][next(name for name in state["model"] if "mask" in name)][0, 0] = number
+        torch.save(state, path)
+        assert f"mask of {path} is not finite" in refused(capsys, "verify", path)
 
 
 def test_tables_that_name_experts_that_are_not_there_are_refused(tmp_path: Path, capsys) -> None:
