@@ -88,7 +88,7 @@ def check_reports(cfg: Any, task: Any) -> None:
         numbers = set(map(np.int64, map(int, labels)))
     except (ValueError, OverflowError):
         numbers = set()
-    needed, is_met = "whole numbers as labels", bool(numbers)
+    needed, is_met = "labels that are whole numbers of at most 64 bits", bool(numbers)
     if cfg.report_acc_and_f1:
         needed, is_met = "two labels, 1 and another number", len(numbers) <= 2 and 1 in numbers
     if not is_met:

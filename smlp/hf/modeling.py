@@ -58,12 +58,10 @@ _stored_shapes: ContextVar[dict[str, tuple[int, ...]] | None] = ContextVar("stor
 
 
 def _shapes_in(name: str | os.PathLike | None, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of the weights in a folder or on the Hub, none if they are to be had otherwise or have other
-    names; None if the caller has chosen other files."""
-    if name is None or not options["use_safetensors"] or options.get("gguf_file"):
+    """Return the shapes of the weights in a folder or on the Hub; None if there are none, they have other names, or the
+    caller has chosen other files."""
+    if name is None or not options["use_safetensors"] or options.get("gguf_file") or options.get("key_mapping"):
         return None
-    if options.get("key_mapping"):
-        return {}
     where = {option: options[option] for option in _FINDING if option in options}
     for file in (WEIGHTS, INDEX):
         if variant := options.get("variant"):  # as in model.fp16.safetensors
@@ -74,7 +72,7 @@ def _shapes_in(name: str | os.PathLike | None, options: Mapping[str, Any]) -> di
             files = get_checkpoint_shard_files(name, path, **where)[0] if file.endswith(".json") else [path]
             entries = {key: entry for file in files for key, entry in safetensors_header(file)[0].items()}
             return {key: tuple(entry["shape"]) for key, entry in entries.items() if key != "__metadata__"}
-    return {}
+    return None
 
 
 class _SmlpModel(PreTrainedModel):
@@ -89,13 +87,10 @@ class _SmlpModel(PreTrainedModel):
     def __init__(self, config: SmlpConfig) -> None:
         super().__init__(config)
         core_config = config.core_config()
+        if (other := getattr(config, "transformers_weights", None)) not in (None, WEIGHTS):
+            raise UserError(f"config.json names {other!r:.60} for weights, and these models are read from {WEIGHTS}")
         if (stored := _stored_shapes.get()) is not None:
-            if (other := getattr(config, "transformers_weights", None)) not in (None, WEIGHTS):
-                raise UserError(
-                    f"config.json names {other!r:.60} for weights, and these models are read from {WEIGHTS}"
-                )
-            if stored:
-                check_sizes(core_config, stored, config.name_or_path, config.arch or config.model_type)
+            check_sizes(core_config, stored, config.name_or_path, config.arch or config.model_type)
         self.core = model_of(core_config)
         self.post_init()
 

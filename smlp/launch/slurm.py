@@ -13,6 +13,7 @@ from smlp.errors import UserError
 _FIRST_PORT, _NUM_PORTS = 15013, 16381
 _MOST_DIGITS = 18  # Python refuses to read thousands
 _MOST_TASKS = 1 << 20  # of a job, or hosts
+_REMEDY = "give the ranks with --distributed-init-method, --distributed-rank and --distributed-world-size"
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,15 @@ def tasks_of_step(environ: Mapping[str, str], is_interactive: bool) -> Tasks | N
     )
     announced = _number(environ, "SLURM_STEP_NUM_TASKS")
     consistent = announced == tasks.world_size and tasks.node < len(tasks.hosts) == len(tasks.tasks_per_node)
-    # for example a heterogeneous step, whose components are counted separately
-    remedy = "give the ranks with --distributed-init-method, --distributed-rank and --distributed-world-size"
-    if not consistent:
+    if not consistent:  # for example a heterogeneous step, whose components are counted separately
         raise UserError(
             f"Slurm announces {announced} tasks, but SLURM_STEP_TASKS_PER_NODE has {tasks.world_size} and "
-            f"SLURM_STEP_NODELIST {len(tasks.hosts)} hosts: {remedy}"
+            f"SLURM_STEP_NODELIST {len(tasks.hosts)} hosts: {_REMEDY}"
         )
     if tasks.rank >= announced or tasks.local_rank >= tasks.tasks_per_node[tasks.node]:
         raise UserError(
             f"SLURM_PROCID is {tasks.rank} and SLURM_LOCALID {tasks.local_rank}, but there are {announced} tasks, "
-            f"{tasks.tasks_per_node[tasks.node]} of them on this node: {remedy}"
+            f"{tasks.tasks_per_node[tasks.node]} of them on this node: {_REMEDY}"
         )
     return tasks
 
@@ -123,7 +122,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     """
     numbers = r"\d{1,18}(-\d{1,18})?"
     entry = rf"([^][,\s]|\[{numbers}(,{numbers})*\])+"
-    unreadable = f"cannot read the list of hosts {text!r} that Slurm gives: set MASTER_ADDR to the first of them"
+    unreadable = f"cannot read the list of hosts {text!r} that Slurm gives: {_REMEDY}"
     if not re.fullmatch(f"{entry}(,{entry})*", text):
         raise UserError(unreadable)
     hosts: list[str] = []

@@ -54,9 +54,17 @@ def logged(scores, targets, *reports, classes=("0", "1"), num_classes=None):
 @pytest.mark.parametrize(
     ("classes", "report", "needed"),
     [
-        (("no", "yes"), "report_mcc", "whole numbers as labels, but d/label/dict.txt has no, yes"),
-        (("0", "9" * 20), "report_mcc", "whole numbers as labels, but d/label/dict.txt has 0, 99999999999999999999"),
-        (("no", "yes"), "report_pearson_and_spearman", "whole numbers as labels, but d/label/dict.txt has no, yes"),
+        (
+            ("no", "yes"),
+            "report_mcc",
+            "labels that are whole numbers of at most 64 bits, but d/label/dict.txt has no, yes",
+        ),
+        (("0", "9" * 20), "report_mcc", "labels .* at most 64 bits, but d/label/dict.txt has 0, 99999999999999999999"),
+        (
+            ("no", "yes"),
+            "report_pearson_and_spearman",
+            "labels .* whole numbers of at most 64 bits, but d/label/dict.txt has no",
+        ),
         (("no", "yes"), "report_acc_and_f1", "two labels, 1 and another number, but d/label/dict.txt has no, yes"),
         (("0", "1", "2"), "report_acc_and_f1", "two labels, 1 and another number, but d/label/dict.txt has 0, 1, 2"),
         (("0", "2"), "report_acc_and_f1", "two labels, 1 and another number, but d/label/dict.txt has 0, 2"),

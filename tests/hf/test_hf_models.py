@@ -346,6 +346,11 @@ def test_sizes_that_no_weight_has_are_refused_before_anything_is_built(plain, tm
         for load in (SmlpForCausalLM, AutoModelForCausalLM):
             with pytest.raises(smlp.UserError, match=said):
                 load.from_pretrained(tmp_path)
+    for file in tmp_path.glob("*.safetensors*"):
+        file.unlink()
+    save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(smlp.UserError, match=r"blocks: its tensors have at most 0"):
+        SmlpForCausalLM.from_pretrained(tmp_path)
     monkeypatch.undo()
     SmlpForCausalLM(SmlpConfig(**{**settings, "num_dense_layers": 3}))  # a model of one's own may have any size
 
