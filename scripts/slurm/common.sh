@@ -38,7 +38,7 @@ set_arguments() {
 # A restarted job runs the same command again.
 check_arguments() {
     local word
-    [[ "${SMLP_MAX_RESTARTS:-0}" =~ ^[0-9]+$ ]] || fail "SMLP_MAX_RESTARTS is '$SMLP_MAX_RESTARTS', not a number"
+    [[ "${SMLP_MAX_RESTARTS:-0}" =~ ^[0-9]{1,18}$ ]] || fail "SMLP_MAX_RESTARTS is '$SMLP_MAX_RESTARTS', not a number of at most 18 digits"
     [ "${SMLP_MAX_RESTARTS:-}" = 0 ] && return
     for word in "${ARGUMENTS[@]}"; do
         case "${word%%=*}" in

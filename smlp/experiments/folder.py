@@ -23,6 +23,8 @@ WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed"
 _OWN_VARIABLES = (plugins.VARIABLE, "SMLP_REFERENCE_OPS", "PYTHONPATH")
 #: end of the names of checksums in what a run is made with
 _CHECKSUM = "_sha256"
+#: of a model, also those that its architecture or a plug-in gives, in what a run is made with
+SETTINGS = "settings"
 #: settings that must be the same for all runs of a folder
 _SHARED = (
     *("updates", "tokens_per_update", "tokens_per_sample", "batch_size", "update_freq", "tuned_option", "data_sha256"),
@@ -203,16 +205,18 @@ def check_made_with(folder: Path, before: dict[str, Any], made_with: dict[str, A
         UserError: the message names the first setting that differs.
     """
     for key in {**before, **made_with}:
-        if key.endswith(_CHECKSUM) and (before.get(key) is None or made_with.get(key) is None):
-            continue  # of a file that is gone, or a record of an earlier version
+        if key == SETTINGS or (key.endswith(_CHECKSUM) and (before.get(key) is None or made_with.get(key) is None)):
+            continue  # looked at below, or of a file that is gone, or a record of an earlier version
         _check_same(folder, key, number_in(before.get(key)), number_in(made_with.get(key)))
+    older, newer = (one.get(SETTINGS) or {} for one in (before, made_with))
+    for name in older:
+        if name in newer:  # a plug-in or a version of this package may add some
+            _check_same(folder, name, older[name], newer[name], f"{made_with['arch']}, or a plug-in,")
 
 
-def _check_same(folder: Path, name: str, before: Any, after: Any) -> None:
+def _check_same(folder: Path, name: str, before: Any, after: Any, source: str = "the experiment") -> None:
     if _plain(before) != _plain(after):
-        raise UserError(
-            f"{folder} was made with {name} = {before}, and the experiment now says {after}: give another --out"
-        )
+        raise UserError(f"{folder} was made with {name} = {before}, and {source} now says {after}: give another --out")
 
 
 def _plain(value: Any) -> Any:

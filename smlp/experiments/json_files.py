@@ -75,7 +75,12 @@ EXPERIMENT = {
     **{"evaluation_subsets": Maybe([FolderName(), 1]), "targets": Maybe([Finite(above=0)])},
 }
 RUN = {
-    **{"state": str, "message": Maybe(str), "peak_memory_mib": Maybe(Finite()), "made_with": Maybe(dict)},
+    **{
+        "state": str,
+        "message": Maybe(str),
+        "peak_memory_mib": Maybe(Finite()),
+        "made_with": Maybe({"settings": Maybe(dict)}),
+    },
     **{"attempts": Maybe([{"step": Maybe(str), "seconds": Maybe(Finite())}]), "submitted": Maybe([int])},
 }
 _LOSSES = {"nll_all": Maybe(_NUMBER), "nll_after_prefix": Maybe(_NUMBER), "tokens": Maybe(int), "words": Maybe(int)}

@@ -18,7 +18,7 @@ from smlp.config.presets import PRESETS, preset
 from smlp.costs.formula import flops_per_token, parameters
 from smlp.costs.match import FAMILIES, like, match
 from smlp.errors import UserError
-from smlp.experiments.folder import DONE, Folder
+from smlp.experiments.folder import DONE, SETTINGS, Folder
 from smlp.experiments.reading import check_names
 from smlp.experiments.spec import MASKED, Experiment, ModelEntry, grid_folder, option_words, path_word
 
@@ -83,7 +83,10 @@ class PlannedRun:
         first = Path(str(recipe.get("finetune_from_model", "")))
         if os.path.isfile(first):  # which is false of a name that cannot be, too
             recipe["finetune_from_model_sha256"] = checksum(first, first.stat().st_mtime_ns)
-        return {"arch": self.model.arch, "seed": self.seed, "updates": self.updates, **self.model.overrides, **recipe}
+        size = flatten(self.model.config)
+        del size["vocab_size"]  # the data's checksums tell more
+        own = {"arch": self.model.arch, "seed": self.seed, "updates": self.updates, **self.model.overrides, **recipe}
+        return {**own, SETTINGS: size}
 
     @property
     def name(self) -> str:

@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.plan import as_json, main_runs, plan_models, spread_of, training_words, tuning_runs
 from smlp.experiments.reading import read_experiment
 from smlp.experiments.slurm import sweep_line
+from smlp.experiments.tuning import check_runs
 
 VOCAB = 64
 FILE = """
@@ -202,6 +205,19 @@ def test_a_run_with_weights_belongs_to_its_settings(tmp_path):
         run, made_with = runs(changed.replace(before, after))[1]
         with pytest.raises(UserError, match=message):
             folder.run(run.folder).claim(made_with)
+    run, made_with = runs(changed)[1]
+    wider = replace(run.model, config=replace(run.model.config, ffn_dim=run.model.config.ffn_dim + 8))
+    folder.run(run.folder).claim(made_with)
+    for model, words in (
+        (run.model, None),
+        (wider, r"sMLP-s1 was made with ffn_dim = \d+, and smlp_tiny, or a plug-in,"),
+    ):
+        with pytest.raises(UserError, match=words) if words else nullcontext():
+            check_runs(experiment(tmp_path, changed), [model], folder)  # of a trained run, too
+    for run, made_with in runs(changed):
+        del made_with["settings"]  # as in records of earlier versions
+        folder.run(run.folder).update_state(made_with=made_with)
+    check_runs(experiment(tmp_path, changed), [wider], folder)
 
 
 def test_a_run_with_weights_belongs_to_those_that_it_began_with(tmp_path):

@@ -370,6 +370,7 @@ def test_arguments_that_cannot_be_written_whole_are_not_kept(user) -> None:
         (["data"], {"SLURM_NTASKS": ""}, "the number of ranks is unknown"),
         (["data"], {"SMLP_ROOT": "/nowhere"}, "/nowhere is not a clone of smlp: submit the job from a clone's folder"),
         (["data"], {"SMLP_MAX_RESTARTS": "often"}, "SMLP_MAX_RESTARTS is 'often', not a number"),
+        (["data"], {"SMLP_MAX_RESTARTS": "9" * 19}, f"is '{'9' * 19}', not a number of at most 18 digits"),
         (["data"], {"SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT is 'x', not a number"),
         (["data"], {"SLURM_RESTART_COUNT": "08"}, "SLURM_RESTART_COUNT is '08', not a number"),
         (["data", "--reset-optimizer"], {}, "--reset-optimizer would apply again at every restart"),
