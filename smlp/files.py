@@ -303,12 +303,13 @@ def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> 
     """
     folder, named = Path(folder), f"{option} {folder}".strip()
     try:
-        is_new = not folder.exists()
+        is_new, new = not folder.exists(), missing_folders(folder / _LOCK)
         folder.mkdir(parents=True, exist_ok=True)
         lock = _opened_lock(folder / _LOCK)
     except BlockingIOError as error:
         raise UserError(f"another {who} is running in {named} ({error.strerror}){remedy}") from None
     except OSError as error:
+        remove_empty(new)
         raise UserError(f"cannot write to {named}: {error.strerror}") from None
     try:
         yield

@@ -142,6 +142,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
     tensors = detach(state, names, positions)
     ids = [tuple(range(first, first + size)) for first in range(0, num_experts, size)]
     files = [part_file(checkpoint.num_updates, token, own) for own in ids]
+    new = missing_folders(target.parent / files[0])
     try:
         parts = [
             write_part(target.parent, file, token, own, {key: rows_of(tensor, own) for key, tensor in tensors.items()})
@@ -168,7 +169,7 @@ def write_in_parts(checkpoint: Checkpoint, target: Path, num_parts: int) -> None
         folder = (target.parent / files[0]).parent
         if folder not in _parts_of(target):  # an interruption may come when all is written
             shutil.rmtree(folder, ignore_errors=True)
-            remove_empty([folder.parent])
+            remove_empty(new)
         raise
     remove_unused_parts(target.parent, before)
 

@@ -87,8 +87,11 @@ class _SmlpModel(PreTrainedModel):
     def __init__(self, config: SmlpConfig) -> None:
         super().__init__(config)
         core_config = config.core_config()
-        if (other := getattr(config, "transformers_weights", None)) not in (None, WEIGHTS):
-            raise UserError(f"config.json names {other!r:.60} for weights, and these models are read from {WEIGHTS}")
+        if (other := getattr(config, "transformers_weights", None)) is not None:
+            raise UserError(
+                f"config.json has transformers_weights = {other!r:.60}: remove it, weights are read from {WEIGHTS} "
+                "or the files of its index"
+            )
         if (stored := _stored_shapes.get()) is not None:
             check_sizes(core_config, stored, config.name_or_path, config.arch or config.model_type)
         self.core = model_of(core_config)

@@ -616,6 +616,9 @@ def test_a_split_that_fails_leaves_no_parts(whole: Path, tmp_path: Path, monkeyp
     (tmp_path / "p").mkdir()
     assert "No space left" in refused(capsys, "split", whole, "-o", tmp_path / "p" / "x.pt", "--parts", 2)
     assert list((tmp_path / "p").iterdir()) == []
+    (tmp_path / "p" / "experts").mkdir()
+    assert "No space left" in refused(capsys, "split", whole, "-o", tmp_path / "p" / "x.pt", "--parts", 2)
+    assert list((tmp_path / "p").iterdir()) == [tmp_path / "p" / "experts"], "it was there before"
 
 
 def interrupt_when_written(monkeypatch, target: Path) -> None:

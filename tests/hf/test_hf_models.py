@@ -363,7 +363,7 @@ def test_weights_are_read_from_the_files_that_are_looked_at(plain, tmp_path):
     for is_there in (True, False):
         for way in (name, {"attribute_map": {"transformers_weights": "foo"}, "foo": "other.safetensors"}):
             (tmp_path / "config.json").write_text(json.dumps({**settings, **way}))
-            with pytest.raises(smlp.UserError, match=r"names 'other\.safetensors' for weights, and"):
+            with pytest.raises(smlp.UserError, match=r"transformers_weights = 'other\.safetensors': remove it"):
                 SmlpForCausalLM.from_pretrained(tmp_path)
         if is_there:
             (tmp_path / "model.safetensors").unlink()
