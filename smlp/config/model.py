@@ -15,7 +15,7 @@ from typing import Any
 
 from smlp.config.own_settings import own_fields, own_object
 from smlp.config.registry import DENSE_BLOCKS, ROUTERS, SPARSE_BLOCKS
-from smlp.config.settings import check_choices, require, setting
+from smlp.config.settings import as_python, check_choices, require, setting
 from smlp.errors import UserError
 
 ACTIVATIONS = ("gelu", "relu", "swish")
@@ -272,6 +272,7 @@ class ModelConfig(MoEConfig):
         require(_are_settings(self.extra), f"extra must be a tuple of pairs (name, value), got {self.extra!r}")
         for name, _ in self.extra:
             require(name in own_fields(), f"unknown model setting {name!r} in extra")
+        object.__setattr__(self, "extra", tuple((name, as_python(value)) for name, value in self.extra))
         for kind in self.kinds:
             if kind.settings is not None:
                 self.own(kind.name)

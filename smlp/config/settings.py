@@ -31,7 +31,7 @@ def help_of(field: dataclasses.Field[Any]) -> str:
 
 
 def check_choices(config: Any, prefix: str = "") -> None:
-    """Refuse values that are not of their field's type, or not among its choices.
+    """Refuse values that are not of their field's type, or not among its choices, and make numbers Python's own.
 
     Args:
         config: a dataclass with fields made by :func:`setting`.
@@ -42,6 +42,14 @@ def check_choices(config: Any, prefix: str = "") -> None:
     """
     for field in dataclasses.fields(config):
         check_value(f"{prefix}{field.name}", field, getattr(config, field.name))
+        object.__setattr__(config, field.name, as_python(getattr(config, field.name)))  # of a frozen one
+
+
+def as_python(value: Any) -> Any:
+    """Return a number of another library as Python's own; products of NumPy's with 8 to 64 bits overflow."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else value
 
 
 def check_value(name: str, field: dataclasses.Field[Any], value: Any) -> None:

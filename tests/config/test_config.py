@@ -237,6 +237,15 @@ def test_building_a_model_warns_of_settings_without_effect():
         smlp.build("gmlp_lm_tiny", vocab_size=np.int64(50), num_experts=16)
 
 
+def test_numbers_of_numpy_are_pythons_own():
+    """Sizes of 8 bits overflowed in the count of parameters."""
+    config = smlp.preset("smlp_tiny", num_experts=np.uint8(4), embed_dim=np.int32(1024), dropout=np.float32(0.5))
+    assert {type(config.num_experts), type(config.embed_dim), type(config.dropout)} == {int, float}
+    assert config == smlp.preset("smlp_tiny", num_experts=4, embed_dim=1024, dropout=0.5)
+    own = dataclasses.replace(config, extra=(("gmlp_attention_dim", np.int8(4)),)).extra
+    assert own == (("gmlp_attention_dim", 4),) and type(own[0][1]) is int
+
+
 @pytest.mark.parametrize("arch", PRESETS)
 def test_no_preset_has_a_setting_without_effect_beyond_its_own(arch):
     assert ignored_settings(smlp.preset(arch), PRESETS[arch]) == {}
