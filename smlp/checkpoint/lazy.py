@@ -272,7 +272,8 @@ def mean(sources: Sequence[LazyTensor]) -> ComputedTensor:
 
 def is_finite(tensor: LazyTensor, is_buffer: bool = False) -> bool:
     """Return whether a tensor has neither NaN nor infinity; buffers may have minus infinity, which masks have."""
-    return all((piece.isfinite() | is_buffer & (piece == -math.inf)).all() for piece in tensor.pieces())
+    pieces = (piece.clamp(min=torch.finfo(piece.dtype).min) if is_buffer else piece for piece in tensor.pieces())
+    return all(torch.isfinite(piece).all() for piece in pieces)
 
 
 def are_equal(first: LazyTensor, second: LazyTensor) -> bool:
