@@ -302,8 +302,8 @@ def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> 
         UserError: another process is at work there, or the folder cannot be written to.
     """
     folder, named = Path(folder), f"{option} {folder}".strip()
+    new = missing_folders(folder / _LOCK)
     try:
-        is_new, new = not folder.exists(), missing_folders(folder / _LOCK)
         folder.mkdir(parents=True, exist_ok=True)
         lock = _opened_lock(folder / _LOCK)
     except BlockingIOError as error:
@@ -318,7 +318,7 @@ def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> 
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.stat(folder / _LOCK), os.fstat(lock)):  # the folder may have been moved
                     os.unlink(folder / _LOCK)
-                    if is_new:
+                    if folder in new:
                         folder.rmdir()  # if nothing was written
             _held.remove(lock)
             os.close(lock)

@@ -270,9 +270,9 @@ def mean(sources: Sequence[LazyTensor]) -> ComputedTensor:
     return ComputedTensor(sources, of_elements)
 
 
-def is_finite(tensor: LazyTensor, is_buffer: bool = False) -> bool:
-    """Return whether a tensor has neither NaN nor infinity; buffers may have minus infinity, which masks have."""
-    pieces = (piece.clamp(min=torch.finfo(piece.dtype).min) if is_buffer else piece for piece in tensor.pieces())
+def is_finite(tensor: LazyTensor, is_mask: bool = False) -> bool:
+    """Return whether a tensor has neither NaN nor infinity; a mask may have minus infinity."""
+    pieces = (piece.clamp(min=torch.finfo(piece.dtype).min) if is_mask else piece for piece in tensor.pieces())
     return all(torch.isfinite(piece).all() for piece in pieces)
 
 

@@ -17,6 +17,7 @@ from smlp.checkpoint.parts import attach
 from smlp.checkpoint.torch_file import existing_file, is_verifying, read_structure
 from smlp.config import ModelConfig
 from smlp.config.presets import FROM_TASK
+from smlp.config.registry import PACKAGE
 from smlp.errors import UserError
 from smlp.files import is_safetensors
 from smlp.moe.experts import expert_parameters
@@ -177,17 +178,23 @@ def fit_problems(checkpoint: Checkpoint, reads_weights: bool | None = None) -> l
         )
     problems += _moment_problems(checkpoint)
     if not problems and reads_weights:
-        problems = [*_infinite_weights(checkpoint, learnt), *_unknown_experts(checkpoint)]
+        problems = [*_infinite_weights(checkpoint), *_unknown_experts(checkpoint)]
     return problems
 
 
-def _infinite_weights(checkpoint: Checkpoint, learnt: set[str]) -> list[str]:
-    """Return which weights are NaN or infinite, one sentence each; it reads them all, as checksums do. Buffers may have
-    minus infinity, which masks have."""
+def _infinite_weights(checkpoint: Checkpoint) -> list[str]:
+    """Return which weights are NaN or infinite, one sentence each; it reads them all, as checksums do. Buffers of other
+    packages may have minus infinity, which masks have."""
+    masks = {
+        checkpoint.prefix + f"{path}.{name}".lstrip(".")
+        for path, module in checkpoint.skeleton.named_modules()
+        for name in module._buffers
+        if type(module).__module__.split(".")[0] != PACKAGE
+    }
     return [
         f"{name} of {checkpoint.path} is not finite: its training has diverged, or the file is damaged"
         for name, tensor in checkpoint.state["model"].items()
-        if tensor.dtype.is_floating_point and not is_finite(tensor, is_buffer=name not in learnt)
+        if tensor.dtype.is_floating_point and not is_finite(tensor, is_mask=name in masks)
     ]
 
 

@@ -182,7 +182,8 @@ class RunFolder:
         if before is not None and self.is_begun:  # the checksum of a file that is gone still counts for the next
             after = {key: before[key] for key in before if key.endswith(_CHECKSUM)} | after
         if before != after:
-            again = {} if self.is_begun else {"submitted": []}  # the jobs before were of something else
+            is_same = self.is_begun or self.is_made_with(made_with)
+            again = {} if is_same else {"submitted": []}  # the jobs before were of something else
             self.update_state(made_with=after, **again)
 
     def last_checkpoint(self) -> Path:
@@ -208,9 +209,9 @@ def check_made_with(folder: Path, before: dict[str, Any], made_with: dict[str, A
         if key == SETTINGS or (key.endswith(_CHECKSUM) and (before.get(key) is None or made_with.get(key) is None)):
             continue  # looked at below, or of a file that is gone, or a record of an earlier version
         _check_same(folder, key, number_in(before.get(key)), number_in(made_with.get(key)))
-    older, newer = (one.get(SETTINGS) or {} for one in (before, made_with))
+    older, newer = (_plain(one.get(SETTINGS) or {}) for one in (before, made_with))
     for name in older:
-        if name in newer:  # a plug-in or a version of this package may add some
+        if name in newer and older[name] != newer[name]:  # a plug-in or a version of this package may add some
             _check_same(folder, name, older[name], newer[name], f"{made_with['arch']}, or a plug-in,")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from data_prep.flow.streams import sha256_of
 from smlp.config import ModelConfig, flatten
 from smlp.config.ignored_settings import ignored_settings
-from smlp.config.presets import PRESETS, preset
+from smlp.config.presets import FROM_TASK, PRESETS, preset
 from smlp.costs.formula import flops_per_token, parameters
 from smlp.costs.match import FAMILIES, like, match
 from smlp.errors import UserError
@@ -83,10 +83,9 @@ class PlannedRun:
         first = Path(str(recipe.get("finetune_from_model", "")))
         if os.path.isfile(first):  # which is false of a name that cannot be, too
             recipe["finetune_from_model_sha256"] = checksum(first, first.stat().st_mtime_ns)
-        size = flatten(self.model.config)
-        del size["vocab_size"]  # the data's checksums tell more
+        settings = {name: value for name, value in flatten(self.model.config).items() if name not in FROM_TASK}
         own = {"arch": self.model.arch, "seed": self.seed, "updates": self.updates, **self.model.overrides, **recipe}
-        return {**own, SETTINGS: size}
+        return {**own, SETTINGS: settings}
 
     @property
     def name(self) -> str:
@@ -165,6 +164,10 @@ def plan_models(experiment: Experiment, vocab_size: int, configure: Configure) -
         given = {name: value for name, value in {**entry.overrides, **recipe}.items() if name not in taken_back}
         try:
             config = configure(words, given)
+            settings = flatten(config)
+            for name, value in given.items():
+                if value is False and settings.get(name):
+                    raise UserError(f"{name}: false leaves the option out, and {entry.arch} has {settings[name]}")
             for value in tuning.values if tuning and not models else ():  # check once, for the first model
                 tried = {tuning.option: value}
                 if configure([*words, *option_words(tried)], tried) != config:

@@ -316,8 +316,6 @@ def _models(top: Section) -> tuple[ModelEntry, ...]:
                 raise own.error(setting, f"is the same for all models; use instead: {RESERVED[setting]}")
             if value is None:
                 raise own.error(setting, f"has no value; leave it out to keep that of {arch}")
-            if value is False and PRESETS[arch].get(setting):
-                raise own.error(setting, f"is on in {arch}, which a command line cannot switch off: name another arch")
         entries.append(ModelEntry(name, arch, overrides, recipe))
     check_names(top.path, entries)
     return tuple(entries)

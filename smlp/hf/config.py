@@ -8,10 +8,12 @@ from transformers import PreTrainedConfig
 
 from smlp.checkpoint.hf_folder import ALIASES
 from smlp.config import ModelConfig, all_settings, flatten, unflatten
+from smlp.errors import UserError
 from smlp.text.tokenizer_files import Vocabulary
 
 #: the file in a folder through which ``trust_remote_code=True`` finds the classes
 REMOTE_MODULE = "modeling_smlp"
+MOST_LABELS = 1 << 16
 
 
 class SmlpConfig(PreTrainedConfig):
@@ -58,6 +60,17 @@ class SmlpConfig(PreTrainedConfig):
     def num_hidden_layers(self) -> int:
         """Return N1 + N2."""
         return self.num_dense_layers + self.num_sparse_layers
+
+    @property
+    def num_labels(self) -> int:
+        """Return the number of labels, for heads of a user's own: these models have none."""
+        return super().num_labels
+
+    @num_labels.setter
+    def num_labels(self, num_labels: int) -> None:
+        if num_labels > MOST_LABELS:  # transformers gives each a name
+            raise UserError(f"num_labels must be at most {MOST_LABELS:,}, got {num_labels:,}")
+        PreTrainedConfig.num_labels.fset(self, num_labels)
 
     def core_config(self) -> ModelConfig:
         """Return the configuration of the model itself.

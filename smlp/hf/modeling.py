@@ -87,7 +87,7 @@ class _SmlpModel(PreTrainedModel):
     def __init__(self, config: SmlpConfig) -> None:
         super().__init__(config)
         core_config = config.core_config()
-        if (other := getattr(config, "transformers_weights", None)) is not None:
+        if (other := getattr(config, "transformers_weights", None)) not in (None, WEIGHTS):
             raise UserError(
                 f"config.json has transformers_weights = {other!r:.60}: remove it, weights are read from {WEIGHTS} "
                 "or the files of its index"

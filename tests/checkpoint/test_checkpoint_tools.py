@@ -165,7 +165,8 @@ def test_masks_of_minus_infinity_are_no_damage(tmp_path: Path, capsys, monkeypat
 
     def with_mask(self, *args, **options) -> None:
         build(self, *args, **options)
-        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.of_a_plugin = torch.nn.Module()
+        self.of_a_plugin.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
 
     monkeypatch.setattr(SpatialWeights, "__init__", with_mask)
     path, export = save(tmp_path, "gmlp_lm_tiny", embed_dim=24), tmp_path / "export.pt"
@@ -177,6 +178,15 @@ def test_masks_of_minus_infinity_are_no_damage(tmp_path: Path, capsys, monkeypat
         state["model"][next(name for name in state["model"] if "mask" in name)][0, 0] = number
         torch.save(state, path)
         assert f"mask of {path} is not finite" in refused(capsys, "verify", path)
+
+
+def test_offsets_of_minus_infinity_are_damage(tmp_path: Path, capsys) -> None:
+    path = save(tmp_path, "smlp_tiny", router="loss_free")
+    state = content(path)
+    name = next(name for name in state["model"] if name.endswith("router.bias.value"))
+    state["model"][name].fill_(-torch.inf)
+    torch.save(state, path)
+    assert f"{name} of {path} is not finite" in refused(capsys, "verify", path)
 
 
 def test_tables_that_name_experts_that_are_not_there_are_refused(tmp_path: Path, capsys) -> None:

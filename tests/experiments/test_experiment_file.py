@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from smlp.config.registration import register_architecture
 from smlp.errors import UserError
 from smlp.experiments.reading import read_experiment
 from smlp.experiments.spec import grid_folder, option_words
@@ -47,14 +46,6 @@ def test_what_it_says(tmp_path):
 def test_an_empty_value_takes_back_an_option_of_all(tmp_path):
     found = read(tmp_path, FILE.replace("recipe: {lr: 1.0e-3}", "recipe: {clip_norm: }"))
     assert "--clip-norm" not in option_words({**found.recipe, **found.models[1].recipe})
-
-
-def test_what_an_architecture_switches_on_stays_on(tmp_path, own_tables):
-    register_architecture("recomputed", like="smlp_tiny", checkpoint_activations=True)
-    text = FILE.replace("arch: smlp_tiny, num_experts: 4", "arch: recomputed, checkpoint_activations: true")
-    assert read(tmp_path, text).models[1].overrides == {"checkpoint_activations": True}
-    with pytest.raises(UserError, match=r"checkpoint_activations is on in recomputed, .* cannot switch off"):
-        read(tmp_path, text.replace("true, recipe", "false, recipe"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from running import REPOSITORY
 
 import smlp
 from smlp.config import flatten
+from smlp.config.registration import register_architecture
 from smlp.errors import UserError
 from smlp.experiments import slurm
 from smlp.experiments.folder import DONE, Folder
@@ -60,6 +61,19 @@ def configure_for(vocab_size):
 
 
 configure = configure_for(VOCAB)
+
+
+def test_what_an_architecture_switches_on_stays_on(tmp_path, own_tables):
+    register_architecture("recomputed", like="smlp_tiny", checkpoint_activations=True, dropout=0.2)
+    text = FILE.replace("smlp_tiny, recipe: {", "recomputed, checkpoint_activations: true, recipe: {dropout: 0, ")
+    plan_models(experiment(tmp_path, text), VOCAB, configure)
+    for before, after, held in (
+        ("checkpoint_activations: true", "checkpoint_activations: false", "True"),
+        ("checkpoint_activations: true, recipe: {", "recipe: {checkpoint_activations: false, ", "True"),
+        ("dropout: 0, ", "dropout: false, ", r"0\.2"),
+    ):
+        with pytest.raises(UserError, match=rf"model sMLP: \w+: false leaves .* out, and recomputed has {held}"):
+            plan_models(experiment(tmp_path, text.replace(before, after)), VOCAB, configure)
 
 
 def test_models_and_their_costs(tmp_path):

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -353,6 +354,20 @@ def test_sizes_that_no_weight_has_are_refused_before_anything_is_built(plain, tm
         SmlpForCausalLM.from_pretrained(tmp_path)
     monkeypatch.undo()
     SmlpForCausalLM(SmlpConfig(**{**settings, "num_dense_layers": 3}))  # a model of one's own may have any size
+
+
+@pytest.mark.parametrize("name", ["num_labels", "foo"])
+def test_labels_that_no_model_has_are_not_named_by_the_million(plain, tmp_path, name):
+    plain.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    for count, refusal in (
+        (7, nullcontext()),
+        (10**7, pytest.raises(smlp.UserError, match="at most 65,536, got 10,0")),
+    ):
+        other = {"attribute_map": {"foo": "num_labels"}, name: count}
+        (tmp_path / "config.json").write_text(json.dumps({**settings, **other}))
+        with refusal:
+            assert SmlpConfig.from_pretrained(tmp_path).num_labels == count
 
 
 def test_weights_are_read_from_the_files_that_are_looked_at(plain, tmp_path):
