@@ -30,7 +30,7 @@ recipe() {
     fi
     local data="$1" save_dir="$2"
     shift 2
-    if ! [[ "$gpus" =~ ^[1-9][0-9]*$ ]] || [ $((PAPER_GPUS * accumulate % gpus)) -ne 0 ]; then
+    if ! [[ "$gpus" =~ ^[1-9][0-9]{0,17}$ ]] || [ $((PAPER_GPUS * accumulate % gpus)) -ne 0 ]; then
         echo "smlp: error: GPUS=$gpus does not divide the $((PAPER_GPUS * accumulate)) batches of an update: choose a number that does" >&2
         exit 1
     fi

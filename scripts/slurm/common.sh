@@ -16,7 +16,7 @@ fail() {
 }
 
 check_number() {
-    [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "$1 needs a number of at least 1, not '$2'"
+    [[ "$2" =~ ^[1-9][0-9]{0,17}$ ]] || fail "$1 needs a number of at least 1, not '$2'"
 }
 
 # set_arguments RANKS FILE.sh DATA SAVE_DIR [OPTIONS]   or   set_arguments RANKS ARGUMENTS_OF_SMLP_TRAIN

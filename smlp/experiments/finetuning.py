@@ -274,8 +274,6 @@ def read_encoder(path: Path, data: TaskData, allows_other_dictionary: bool = Fal
             raise UserError(f"{data.path} was made with another {name} than the checkpoint's {beside}")
     changed = differences(config, preset(arch))
     overrides = {name: value for name, value in changed.items() if name not in _NOT_OF_ENCODER}
-    if off := [name for name, value in overrides.items() if value is False]:
-        raise UserError(f"{path} has {off[0]} off, which is on in {arch}, and a command line cannot switch it off")
     digests = b"".join(bytes.fromhex(sha256_of(file)) for file in checkpoint.paths)
     sha256 = hashlib.sha256(digests).hexdigest()
     return PretrainedEncoder(path, arch, overrides, config, checkpoint.num_updates, sha256)

@@ -181,6 +181,8 @@ class RunFolder:
         before, after = self.state().get("made_with"), _plain(made_with)
         if before is not None and self.is_begun:  # the checksum of a file that is gone still counts for the next
             after = {key: before[key] for key in before if key.endswith(_CHECKSUM)} | after
+            if SETTINGS not in before:  # of an earlier version, whose weights may be of other settings than today's
+                after.pop(SETTINGS, None)
         if before != after:
             is_same = self.is_begun or self.is_made_with(made_with)
             again = {} if is_same else {"submitted": []}  # the jobs before were of something else

@@ -83,7 +83,13 @@ class PlannedRun:
         first = Path(str(recipe.get("finetune_from_model", "")))
         if os.path.isfile(first):  # which is false of a name that cannot be, too
             recipe["finetune_from_model_sha256"] = checksum(first, first.stat().st_mtime_ns)
-        settings = {name: value for name, value in flatten(self.model.config).items() if name not in FROM_TASK}
+        settings = flatten(self.model.config)
+        without_effect = {
+            *FROM_TASK,
+            "checkpoint_activations",
+            *ignored_settings(self.model.config, dict.fromkeys(settings)),
+        }
+        settings = {name: value for name, value in settings.items() if name not in without_effect}
         own = {"arch": self.model.arch, "seed": self.seed, "updates": self.updates, **self.model.overrides, **recipe}
         return {**own, SETTINGS: settings}
 

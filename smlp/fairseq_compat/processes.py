@@ -188,10 +188,10 @@ def _is_given(distributed: Any) -> bool:
 
 
 def _warn_of_idle_tasks(cfg: Any) -> None:
-    tasks = tasks_of_job(os.environ)
-    if tasks is None or tasks.world_size == 1 or cfg.distributed_training.distributed_world_size > 1:
+    if cfg.distributed_training.distributed_world_size > 1 or cfg.common_eval.path is not None:
         return
-    if cfg.common_eval.path is None:
+    tasks = tasks_of_job(os.environ)
+    if tasks is not None and tasks.world_size > 1:
         logger.warning(f"one process in a Slurm job of {tasks.world_size} tasks: start it with srun to use all of them")
 
 

@@ -13,7 +13,7 @@ from smlp.errors import UserError
 _FIRST_PORT, _NUM_PORTS = 15013, 16381
 _MOST_DIGITS = 18  # Python refuses to read thousands
 _MOST_TASKS = 1 << 20  # of a job, or hosts
-_REMEDY = "give the ranks with --distributed-init-method, --distributed-rank and --distributed-world-size"
+_REMEDY = "start the ranks with torchrun, whose variables come first"
 
 
 @dataclass(frozen=True)

@@ -222,8 +222,10 @@ def test_a_run_with_weights_belongs_to_its_settings(tmp_path):
     run, made_with = runs(changed)[1]
     wider = replace(run.model, config=replace(run.model.config, ffn_dim=run.model.config.ffn_dim + 8))
     folder.run(run.folder).claim(made_with)
+    same = replace(run.model, config=replace(run.model.config, hash_seed=9, checkpoint_activations=True))
     for model, words in (
         (run.model, None),
+        (same, None),
         (wider, r"sMLP-s1 was made with ffn_dim = \d+, and smlp_tiny, or a plug-in,"),
     ):
         with pytest.raises(UserError, match=words) if words else nullcontext():
@@ -232,6 +234,9 @@ def test_a_run_with_weights_belongs_to_its_settings(tmp_path):
         del made_with["settings"]  # as in records of earlier versions
         folder.run(run.folder).update_state(made_with=made_with)
     check_runs(experiment(tmp_path, changed), [wider], folder)
+    run, made_with = runs(changed)[1]
+    folder.run(run.folder).claim(made_with)
+    assert "settings" not in folder.run(run.folder).state()["made_with"], "today's may not be those of its weights"
 
 
 def test_a_run_with_weights_belongs_to_those_that_it_began_with(tmp_path):

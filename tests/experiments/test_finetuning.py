@@ -14,7 +14,6 @@ from tiny_checkpoints import WORDS, write_checkpoint
 
 from smlp.cli.finetune import plan_of
 from smlp.cli.main import command_parser, main
-from smlp.config.registration import register_architecture
 from smlp.errors import UserError
 from smlp.experiments import finetuning
 from smlp.experiments.finetuning import METRICS
@@ -109,13 +108,6 @@ def test_the_grid_is_the_papers(asked, tmp_path):
 def test_an_encoder_may_have_other_blocks_than_its_architecture(asked, tmp_path):
     plan = asked(encoder=write_encoder(tmp_path / "other", "bert_mlm_tiny", dense_block="gmlp"))
     assert "--dense-block gmlp" in " ".join(plan.words(plan.runs()[0], tmp_path))
-
-
-def test_what_a_checkpoint_has_off_and_its_architecture_on_cannot_be_given(asked, tmp_path, own_tables):
-    register_architecture("recomputed_mlm", like="gmlp_mlm_tiny", checkpoint_activations=True)
-    path = write_encoder(tmp_path / "off", "recomputed_mlm", checkpoint_activations=False)
-    with pytest.raises(UserError, match=r"has checkpoint_activations off, which is on in recomputed_mlm"):
-        asked(encoder=path)
 
 
 def test_data_named_like_an_option_are_a_path(asked, tmp_path, monkeypatch):

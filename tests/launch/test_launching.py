@@ -41,7 +41,7 @@ def test_lists_of_hosts(text: str, hosts: tuple[str, ...]) -> None:
     "text", ["", "n[1-3", "n]1", "a,,b", "n[x]", "n[1-]", "n[-2]", "n[3-1]", "n[1-2] n3", f"[{'9' * 5000}]"]
 )
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"list of hosts .*: give the ranks with --distributed-init-method"):
+    with pytest.raises(UserError, match=r"list of hosts .*: start the ranks with torchrun"):
         expand_hosts(text)
 
 
