@@ -288,8 +288,8 @@ def remove_empty(folders: Iterable[Path]) -> None:
 def locked(folder: str | Path, who: str, option: str = "", remedy: str = "") -> Iterator[None]:
     """Hold a lock on a folder, which is made if it is missing, and removed again if nothing is written to it.
 
-    Folders above it stay once it is locked. The operating system releases the lock when the process ends, however it ends. Forked
-    processes do not inherit it.
+    Folders above it stay once it is locked. The operating system releases the lock when the process ends, however it
+    ends. Forked processes do not inherit it.
     If the file system has no locks, a warning is logged and the block runs.
 
     Args:
