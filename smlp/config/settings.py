@@ -46,10 +46,8 @@ def check_choices(config: Any, prefix: str = "") -> None:
 
 
 def as_python(value: Any) -> Any:
-    """Return a number of another library as Python's own; products of NumPy's with 8 to 64 bits overflow."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else value
+    """Return a number of NumPy's, whose products overflow, as Python's own."""
+    return value.item() if isinstance(value, numbers.Real) and hasattr(value, "item") else value
 
 
 def check_value(name: str, field: dataclasses.Field[Any], value: Any) -> None:
