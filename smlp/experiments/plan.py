@@ -47,6 +47,14 @@ class PlannedModel:
     #: nominal multiply-adds of the forward pass
     flops_per_token: float
 
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings on which its weights depend, besides the data and the length of texts."""
+        settings = flatten(self.config)
+        ignored = ignored_settings(self.config, dict.fromkeys(settings))  # whatever they are
+        without_effect = {*FROM_TASK, "checkpoint_activations", *ignored}
+        return {name: value for name, value in settings.items() if name not in without_effect}
+
     def as_json(self, experiment: Experiment) -> dict[str, Any]:
         """Return its record in ``experiment.json``."""
         recipe = {**experiment.recipe, **self.recipe}
@@ -83,15 +91,8 @@ class PlannedRun:
         first = Path(str(recipe.get("finetune_from_model", "")))
         if os.path.isfile(first):  # which is false of a name that cannot be, too
             recipe["finetune_from_model_sha256"] = checksum(first, first.stat().st_mtime_ns)
-        settings = flatten(self.model.config)
-        without_effect = {
-            *FROM_TASK,
-            "checkpoint_activations",
-            *ignored_settings(self.model.config, dict.fromkeys(settings)),
-        }
-        settings = {name: value for name, value in settings.items() if name not in without_effect}
         own = {"arch": self.model.arch, "seed": self.seed, "updates": self.updates, **self.model.overrides, **recipe}
-        return {**own, SETTINGS: settings}
+        return {**own, SETTINGS: self.model.settings}
 
     @property
     def name(self) -> str:

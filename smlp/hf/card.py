@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ tags:
 import smlp.hf  # of the package smlp-lm, which trust_remote_code=True below would need too
 from transformers import {auto}, AutoTokenizer
 
-model = {auto}.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = {auto}.from_pretrained({folder})
+tokenizer = AutoTokenizer.from_pretrained({folder})
 ```
 
 ## Training
@@ -66,6 +67,7 @@ def model_card(checkpoint: Checkpoint, name: str) -> str:
         pipeline="fill-mask" if is_encoder else "text-generation",
         arch=checkpoint.arch,
         name=name,
+        folder=json.dumps(name, ensure_ascii=False),
         summary=summary,
         auto="AutoModelForMaskedLM" if is_encoder else "AutoModelForCausalLM",
         training=_lines(_training(checkpoint, cfg, flops)),

@@ -152,7 +152,7 @@ def read_encoder(path: Path) -> dict[str, int]:
         ids = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not an encoder.json of byte-level BPE: {error}") from None
-    if not isinstance(ids, dict) or not all(isinstance(number, int) and number >= 0 for number in ids.values()):
+    if not isinstance(ids, dict) or not all(type(number) is int and number >= 0 for number in ids.values()):
         raise UserError(f"{path} is not an encoder.json of byte-level BPE: pieces with their ids are expected")
     try:
         "".join(ids).encode()

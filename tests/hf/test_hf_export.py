@@ -1,5 +1,6 @@
 """``smlp export --hf`` and ``smlp checkpoint import``: folders for transformers, and back."""
 
+import ast
 import json
 import os
 import re
@@ -129,8 +130,10 @@ def test_the_card_says_what_the_checkpoint_records(tmp_path):
     assert "The first 6 positions only choose experts" in card and "Updates: 100." in card
     state["cfg"]["task"]["data"] = ".:data-bin/.."
     torch.save({**state, "extra_state": {"best": 1500.0}}, path)
-    card = (exported(path, tmp_path / "again") / "README.md").read_text()
+    card = (exported(path, tmp_path / 'a "b" \\ä') / "README.md").read_text()
     assert "The training run diverged." in card and "Data: not recorded." in card
+    code = ast.parse(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1])
+    assert {node.value for node in ast.walk(code) if isinstance(node, ast.Constant)} >= {'a "b" \\ä'}
 
 
 @torch.no_grad()

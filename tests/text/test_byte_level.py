@@ -141,6 +141,7 @@ def test_files_that_are_none(folder, tokenizer, tmp_path):
     bad = tmp_path / "encoder.json"
     for content, words in [
         ("[1]", "pieces with their ids"),
+        ('{"a": true}', "pieces with their ids"),
         ("x", "not an encoder.json"),
         ('{"a": 0}', "255 of the 256"),
         ('{"\\ud800": 0}', "a piece has half of a surrogate pair, which is no Unicode text"),
