@@ -20,7 +20,7 @@ from torch import Tensor
 from smlp.checkpoint.load import load_pretrained
 from smlp.costs.profiled import training_loss
 from smlp.errors import UserError
-from smlp.experiments.folder import DONE, SETTINGS, Folder, RunFolder
+from smlp.experiments.folder import DONE, Folder, RunFolder
 from smlp.experiments.json_files import read_json, write_json
 from smlp.experiments.spec import option_words
 from smlp.fairseq_compat.startup import KeptMemory, keep_freed_memory
@@ -50,7 +50,7 @@ def dtype_of(words: Sequence[str]) -> torch.dtype:
 def dtype_of_run(run: RunFolder, recipe: Sequence[str]) -> torch.dtype:
     """Return the dtype that a run was trained in; one of an older version has no record, but its model's recipe."""
     made_with = run.state().get("made_with")
-    return dtype_of(recipe if made_with is None else option_words({**made_with, SETTINGS: None}))
+    return dtype_of(recipe if made_with is None else option_words(made_with))
 
 
 class TimedUpdates:
