@@ -16,7 +16,7 @@ if [ "$#" -lt 2 ]; then
 fi
 model="$1" data="$2" gpus="${GPUS:-1}" batch="${BATCH:-128}"
 shift 2
-if ! [[ "$gpus" =~ ^[1-9][0-9]{0,17}$ && "$batch" =~ ^[1-9][0-9]{0,17}$ ]] || [ $((4096 % (gpus * batch))) -ne 0 ]; then
+if ! [[ "$gpus" =~ ^[1-9][0-9]{0,3}$ && "$batch" =~ ^[1-9][0-9]{0,3}$ ]] || [ $((4096 % (gpus * batch))) -ne 0 ]; then
     echo "smlp: error: GPUS=$gpus times BATCH=$batch does not divide the 4096 images of an update: choose numbers that do" >&2
     exit 1
 fi

@@ -5,6 +5,7 @@ No process trains alone unnoticed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -190,9 +191,12 @@ def _is_given(distributed: Any) -> bool:
 def _warn_of_idle_tasks(cfg: Any) -> None:
     if cfg.distributed_training.distributed_world_size > 1 or cfg.common_eval.path is not None:
         return
-    tasks = tasks_of_job(os.environ)
-    if tasks is not None and tasks.world_size > 1:
-        logger.warning(f"one process in a Slurm job of {tasks.world_size} tasks: start it with srun to use all of them")
+    with contextlib.suppress(UserError):  # what cannot be read is no reason to stop
+        tasks = tasks_of_job(os.environ)
+        if tasks is not None and tasks.world_size > 1:
+            logger.warning(
+                f"one process in a Slurm job of {tasks.world_size} tasks: start it with srun to use all of them"
+            )
 
 
 def _gather_without_cuda(distributed_utils: Any) -> None:
