@@ -17,10 +17,10 @@ from smlp.checkpoint.parts import attach
 from smlp.checkpoint.torch_file import existing_file, is_verifying, read_structure
 from smlp.config import ModelConfig
 from smlp.config.presets import FROM_TASK
-from smlp.config.registry import PACKAGE
 from smlp.errors import UserError
 from smlp.files import is_safetensors
 from smlp.moe.experts import expert_parameters
+from smlp.moe.routers import ExpertOffsets
 from smlp.nn.build import model_of, without_weights
 from smlp.nn.decoder import Decoder
 from smlp.nn.encoder import Encoder, add_heads
@@ -183,13 +183,13 @@ def fit_problems(checkpoint: Checkpoint, reads_weights: bool | None = None) -> l
 
 
 def _infinite_weights(checkpoint: Checkpoint) -> list[str]:
-    """Return which weights are NaN or infinite, one sentence each; it reads them all, as checksums do. Buffers of other
-    packages may have minus infinity, which masks have."""
+    """Return which weights are NaN or infinite, one sentence each; it reads them all, as checksums do. Buffers may
+    have minus infinity, which masks have, but offsets of experts do not."""
     masks = {
         checkpoint.prefix + f"{path}.{name}".lstrip(".")
-        for path, module in checkpoint.skeleton.named_modules()
+        for path, module in checkpoint.skeleton.named_modules(remove_duplicate=False)
+        if not isinstance(module, ExpertOffsets)
         for name in module._buffers
-        if type(module).__module__.split(".")[0] != PACKAGE
     }
     return [
         f"{name} of {checkpoint.path} is not finite: its training has diverged, or the file is damaged"

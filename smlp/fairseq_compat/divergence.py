@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smlp.errors import NaNError
+from smlp.moe.routers import ExpertOffsets
 from smlp.nn.stack import Stack
 
 #: findings of the NaN detector, which fairseq creates when an update fails
@@ -63,13 +64,14 @@ def damaged_weights(model: nn.Module) -> str:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a checkpoint holds besides parameters, such as offsets of experts, without minus infinity, which masks
-    have. Buffers of fairseq's own models may be memory that was never written."""
+    """Yield what a checkpoint holds besides parameters: offsets of experts, and others without minus infinity, which
+    masks have. Buffers of fairseq's own models may be memory that was never written."""
     for path, stack in model.named_modules():
         for name, module in stack.named_modules(prefix=path) if isinstance(stack, Stack) else ():
             for key, buffer in module.named_buffers(prefix=name, recurse=False):
                 if key.rpartition(".")[2] not in module._non_persistent_buffers_set and buffer.is_floating_point():
-                    yield key, buffer.clamp(min=torch.finfo(buffer.dtype).min)
+                    is_mask = not isinstance(module, ExpertOffsets)
+                    yield key, buffer.clamp(min=torch.finfo(buffer.dtype).min) if is_mask else buffer
 
 
 def check_weights(trainer: Any) -> None:

@@ -165,9 +165,10 @@ def test_masks_of_minus_infinity_are_no_damage(tmp_path: Path, capsys, monkeypat
 
     def with_mask(self, *args, **options) -> None:
         build(self, *args, **options)
-        self.of_a_plugin = torch.nn.Module()
-        self.of_a_plugin.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.of_a_plugin = shared
 
+    shared = torch.nn.Module()
+    shared.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
     monkeypatch.setattr(SpatialWeights, "__init__", with_mask)
     path, export = save(tmp_path, "gmlp_lm_tiny", embed_dim=24), tmp_path / "export.pt"
     assert command("verify", path) == command("merge", path, "-o", export, "--export") == 0
@@ -175,7 +176,8 @@ def test_masks_of_minus_infinity_are_no_damage(tmp_path: Path, capsys, monkeypat
     assert masks and all(torch.equal(mask, torch.full((2, 2), -torch.inf).triu(1)) for mask in masks)
     state = content(path)
     for number in (torch.inf, torch.nan):
-        state["model"][next(name for name in state["model"] if "mask" in name)][0, 0] = number
+        name = next(name for name in state["model"] if "mask" in name)
+        state["model"][name] = torch.full((2, 2), number)
         torch.save(state, path)
         assert f"mask of {path} is not finite" in refused(capsys, "verify", path)
 

@@ -123,3 +123,5 @@ def test_damaged_offsets_of_experts_are_named() -> None:
     offsets.adjust(torch.tensor([*range(offsets.value.numel()), 1.0]))
     count = offsets.value.numel()
     assert damaged_weights(model) == f"with {count} of {count} weights of {name}.value not finite"
+    offsets.value.fill_(-math.inf)
+    assert damaged_weights(model) == f"with {count} of {count} weights of {name}.value not finite"
