@@ -946,15 +946,19 @@ def logging_to(path: str) -> SimpleNamespace:
     ],
 )
 def test_what_lies_in_a_folder_that_may_not_be_entered_is_named(tmp_path: Path, monkeypatch, check, words) -> None:
-    path, stat = tmp_path / "closed" / "x", os.stat
-
-    def refuse(place: Any, *args: Any, **kw: Any) -> object:
-        if str(place) == str(path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
-        return stat(place, *args, **kw)
-
+    path = tmp_path / "closed" / "x"
     path.parent.mkdir()
-    monkeypatch.setattr(os, "stat", refuse)  # permissions mean nothing to root
+
+    def refusing(function: Any) -> Any:
+        def refuse(place: Any, *args: Any, **kw: Any) -> object:
+            if str(place) == str(path):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+            return function(place, *args, **kw)
+
+        return refuse
+
+    for name in ("stat", "mkdir"):  # permissions mean nothing to root
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
     with pytest.raises(UserError, match=rf"^{words.format(path)}"):
         check(str(path))
 
