@@ -148,7 +148,7 @@ def _of_match(experiment: Experiment, function: Callable[..., Any], *given: Any)
 
 
 #: settings determined by data and task
-_FROM_DATA = ("vocab_size", "max_tokens", "padding_idx", "dropout")
+_FROM_DATA = (*FROM_TASK, "dropout")
 
 
 def plan_models(experiment: Experiment, vocab_size: int, configure: Configure) -> list[PlannedModel]:
